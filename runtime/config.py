@@ -1,0 +1,126 @@
+"""Frozen settings. Units stand in the names; every value has a default that suits the machine.
+
+All checks happen on construction and raise `InvalidRequest` naming the value, so nothing wrong reaches a worker.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from runtime.errors import InvalidRequest
+from runtime.protocol.commands import FakeScript
+
+
+def _require(ok: bool, option: str, got: object, allowed: str) -> None:
+    if not ok:
+        raise InvalidRequest(option, f"got {got!r}; allowed: {allowed}")
+
+
+def _positive(option: str, value: float) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    _require(ok, option, value, "a finite number above 0")
+
+
+def _count(option: str, value: int, low: int, high: int) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(ok, option, value, f"a whole number from {low} to {high}")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one Runtime behaves.
+
+    home: directory of fetched models; None is the user cache directory (`TROUPE_HOME` overrides).
+    blas: "auto" lets CPU workers use OpenBLAS when it is there; "reference" keeps MLX's own, bit-exact over batch shapes.
+    compute_threads: BLAS threads of each worker; None divides the cores by the loaded models.
+    connect_seconds: from spawn to the worker's Hello. load_seconds: from Hello to Ready.
+    grace_seconds: each rung of the shutdown ladder (drain, close, SIGTERM, SIGKILL).
+    silence_seconds: a worker without any message for that long, beyond the promise of its running step, is replaced.
+    stream_window_tokens: how far a sequence may run ahead of what its client has read.
+    prefill_chunk_tokens: tokens in one prefill step, over all rows. prefill_batch_tokens: padded tokens in one prefill batch.
+    max_queued: requests waiting for one model, over all tenants.
+    """
+
+    home: Path | None = None
+    blas: Literal["auto", "reference"] = "auto"
+    compute_threads: int | None = None
+    connect_seconds: float = 30.0
+    load_seconds: float = 600.0
+    grace_seconds: float = 5.0
+    silence_seconds: float = 30.0
+    stream_window_tokens: int = 256
+    prefill_chunk_tokens: int = 512
+    prefill_batch_tokens: int = 4096
+    max_queued: int = 1024
+
+    def __post_init__(self) -> None:
+        _require(self.blas in ("auto", "reference"), "blas", self.blas, "'auto', 'reference'")
+        for name in ("connect_seconds", "load_seconds", "grace_seconds", "silence_seconds"):
+            _positive(name, getattr(self, name))
+        if self.compute_threads is not None:
+            _count("compute_threads", self.compute_threads, 1, 1024)
+        _count("stream_window_tokens", self.stream_window_tokens, 1, 1 << 20)
+        _count("prefill_chunk_tokens", self.prefill_chunk_tokens, 1, 1 << 20)
+        _count("prefill_batch_tokens", self.prefill_batch_tokens, 1, 1 << 24)
+        _count("max_queued", self.max_queued, 1, 1 << 20)
+
+    def home_directory(self) -> Path:
+        """Where fetched models live. Not created here."""
+        if self.home is not None:
+            return Path(self.home).expanduser()
+        override = os.environ.get("TROUPE_HOME")
+        if override:
+            return Path(override).expanduser()
+        import platformdirs  # light, and only needed for the default
+
+        return Path(platformdirs.user_cache_dir("mlx-troupe"))
+
+
+class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One model to load under a name.
+
+    path: a checkpoint directory, a hub id ("owner/name"), or the name of a fetched model.
+    kind: "auto" or "lm" for mlx-lm checkpoints; "fake" is the deterministic engine of `runtime.testing`.
+    max_slots: sequences decoding at once. max_context_tokens: a lower bound than the checkpoint's own.
+    """
+
+    name: str
+    path: str = ""
+    kind: Literal["auto", "lm", "fake"] = "auto"
+    max_slots: int = 16
+    max_context_tokens: int | None = None
+    trust_remote_code: bool = False
+    revision: str | None = None
+    compute_threads: int | None = None
+    fake: FakeScript | None = None
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.name, str) and bool(self.name.strip()), "name", self.name, "a non-empty string")
+        _require(self.kind in ("auto", "lm", "fake"), "kind", self.kind, "'auto', 'lm', 'fake'")
+        _require((self.kind == "fake") == (self.fake is not None), "fake", self.fake, "a FakeScript exactly when kind='fake'")
+        _require(self.kind == "fake" or bool(str(self.path)), "path", self.path, "a directory, a hub id, or a fetched model's name")
+        _count("max_slots", self.max_slots, 1, 256)
+        if self.max_context_tokens is not None:
+            _count("max_context_tokens", self.max_context_tokens, 2, 1 << 24)
+        if self.compute_threads is not None:
+            _count("compute_threads", self.compute_threads, 1, 1024)
+
+
+class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tenant's share.
+
+    weight: tokens it may take relative to others when all want more. max_running and max_queued count its requests.
+    """
+
+    weight: float = 1.0
+    max_running: int = 8
+    max_queued: int = 64
+
+    def __post_init__(self) -> None:
+        _positive("weight", self.weight)
+        _count("max_running", self.max_running, 1, 4096)
+        _count("max_queued", self.max_queued, 0, 1 << 20)

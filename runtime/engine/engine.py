@@ -1,0 +1,164 @@
+"""What a worker needs of an engine: one ragged step over rows, each at its own position.
+
+A row feeds n tokens at its own position: a prefill chunk, one decoded token and (later) a verify block are
+the same call with other widths. An engine is used by one thread only, the thread that loaded it.
+Source of the one-operation form: DESIGN principle "one ragged forward"; compare Orca's selective batching
+(Yu et al., OSDI 2022) and chunked prefill (Agrawal et al., arXiv 2308.16369).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from runtime.protocol.commands import Load, Sampling
+from runtime.protocol.events import LoadFailure, ModelFacts, RefusalCode, TokenLogprob
+from runtime.protocol.ids import SequenceId
+
+
+class LoadError(Exception):
+    """A load that failed for a reason an app can act on; becomes the event `Failed`."""
+
+    def __init__(self, reason: LoadFailure, message: str) -> None:
+        super().__init__(message)
+        self.reason: LoadFailure = reason
+
+
+class RowError(Exception):
+    """One row's own fault; the other rows of the call are untouched."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code: RefusalCode = code
+
+
+@dataclass(frozen=True, slots=True)
+class RowStep:
+    """One row of a step.
+
+    tokens: ids to feed at the row's current length, or None to feed the token the row sampled last (which may still
+    be on its way: the engine chains it without waiting). num_samples: how many of the last fed positions to sample at
+    (0 for a prefill chunk that is not the prompt's last, 1 for decode; at most len(tokens)).
+    """
+
+    sequence: SequenceId
+    tokens: Sequence[int] | None
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step made of one row: sampled tokens in order, or the error that ended the row.
+
+    After an error the engine has already forgotten the row.
+    """
+
+    sequence: SequenceId
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: RowError | None = None
+
+
+class PendingStep(Protocol):
+    """A step under way. The next step may be submitted before `result` is taken (look-ahead of one)."""
+
+    def result(self) -> list[RowResult]:
+        """Blocks until computed. One entry per row of the step, in order. Called exactly once."""
+        ...
+
+
+class Engine(Protocol):
+    """Sequences live in the engine from `add` to `release`; length counts the tokens fed so far."""
+
+    def add(self, sequence: SequenceId, sampling: Sampling, *, prompt_length: int, context: Sequence[int], max_length: int) -> None:
+        """Make an empty row (length 0). `context` is its whole known context, for validation and penalties; nothing is fed yet.
+
+        prompt_length: tokens of `context` before it are prompt, the rest earlier output. max_length bounds the memory it may need.
+        :raises RowError: an id outside the vocabulary, a filter outside its range, a context too long.
+        """
+        ...
+
+    def step(self, rows: Sequence[RowStep]) -> PendingStep:
+        """Feed all rows in as few forwards as this model's capabilities allow; with at most one earlier step unfinished.
+
+        Rows of a prefill batch may have different lengths. A row's own fault appears in its result, never as an exception;
+        an exception from here means that the engine is broken and the worker must end.
+        """
+        ...
+
+    def length(self, sequence: SequenceId) -> int:
+        """Tokens fed, including those of a pending step."""
+        ...
+
+    def truncate(self, sequence: SequenceId, length: int) -> None:
+        """Forget fed tokens from `length` on (speculation's rollback, and look-ahead past an end).
+
+        :raises RowError: this model cannot (capabilities.rollback == "none").
+        """
+        ...
+
+    def release(self, sequences: Sequence[SequenceId]) -> None:
+        """Forget rows, also unknown ones, also rows of a pending step (whose result may then be ignored)."""
+        ...
+
+    def promised_seconds(self, rows: Sequence[RowStep]) -> float:
+        """Expected cost of such a step, from measured earlier ones; used by the watchdog."""
+        ...
+
+    def cache_bytes(self) -> int: ...
+
+    def active_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def set_compute_threads(self, threads: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Detokenizer(Protocol):
+    """Streaming ids → text for one sequence. Never gives half a character."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str:
+        """What is still held back; invalid bytes become U+FFFD only here or once they can no longer become valid."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Thread-safe for `encode` and `render` beside one thread using detokenizers."""
+
+    eos_ids: frozenset[int]
+    has_chat_template: bool
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def render(self, messages: list[dict[str, Any]], *, options: dict[str, Any], add_generation_prompt: bool) -> str:
+        """Apply the checkpoint's chat template. :raises Exception: whatever the template raises."""
+        ...
+
+    def special_token_text(self, name: str) -> str | None:
+        """Text of e.g. "bos_token", or of a literal special token when it exists in the vocabulary, else None."""
+        ...
+
+    def detokenizer(self) -> Detokenizer: ...
+
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total) for `Loading` events; may be called often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    engine: Engine
+    tokenizer: Tokenizer
+    facts: ModelFacts
+    close_hooks: tuple[Callable[[], None], ...] = field(default=())
+
+
+class Loader(Protocol):
+    def __call__(self, load: Load, progress: Progress) -> Loaded:
+        """:raises LoadError: for every fault of the checkpoint; other exceptions become reason "error"."""
+        ...

@@ -1,0 +1,163 @@
+"""Everything that can happen to the scheduler (`Stimulus`) and everything it can want (`Instruction`).
+
+`SchedulerState.handle(stimulus, now) -> list[Instruction]` is pure: no clock, no I/O, no task. `now` is in seconds of a
+monotonic clock chosen by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.config import TenantSpec
+from runtime.errors import ExitReport, TroupeError
+from runtime.protocol.commands import AnyCommand
+from runtime.protocol.events import AnyEvent, ModelFacts
+from runtime.protocol.ids import Incarnation, ModelName, RequestId, TenantId
+from runtime.scheduler.request import Outcome, Piece, Request
+
+# -- stimuli: from clients ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Answered in the same call: an `Accept`, or a `Reject` with the coded error."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client left. Unknown or ended requests are ignored."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The client has read sequence `number` up to `num_tokens` committed tokens (absolute count since its first)."""
+
+    request: RequestId
+    number: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unwindow:
+    """The client no longer iterates but awaits the completion: let all its sequences run freely."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class TenantSet:
+    tenant: TenantId
+    spec: TenantSpec
+
+
+# -- stimuli: from the supervisor ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdded:
+    """From now on requests for it are queued, though its worker may still be loading."""
+
+    model: ModelName
+    max_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    model: ModelName
+    incarnation: Incarnation
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """`error` is what its callers get (WorkerCrashed, WorkerUnresponsive, ...). `restarting` tells whether it will come back."""
+
+    model: ModelName
+    incarnation: Incarnation
+    error: TroupeError
+    report: ExitReport | None
+    restarting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRemoved:
+    """Unloaded, or its load failed: all its requests end with `error`."""
+
+    model: ModelName
+    error: TroupeError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    """One event of a ready worker. Events of another than the current incarnation are ignored."""
+
+    model: ModelName
+    incarnation: Incarnation
+    event: AnyEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed (a WakeAt is due)."""
+
+
+Stimulus = (
+    Submit | Cancel | Read | Unwindow | TenantSet | ModelAdded | WorkerUp | WorkerLost | ModelRemoved | WorkerSaid | Tick
+)
+
+# -- instructions -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    request: RequestId
+    error: TroupeError
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    model: ModelName
+    incarnation: Incarnation
+    command: AnyCommand
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    request: RequestId
+    piece: Piece
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Last instruction about a request's stream. (The record itself lives on until the worker confirms `Released`.)"""
+
+    request: RequestId
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Handle a `Tick` no later than `when`; replaces an earlier WakeAt."""
+
+    when: float
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """The worker said something that no state of ours allows: it must be ended and replaced."""
+
+    model: ModelName
+    incarnation: Incarnation
+    what: str
+
+
+Instruction = Accept | Reject | Send | Deliver | End | WakeAt | Breach
