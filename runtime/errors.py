@@ -27,7 +27,7 @@ the value at fault and says what to do.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +61,27 @@ class ExitReport:
 
 
 class TroupeError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose.
+
+    `partial_text`: what the request had generated before, outside any result; empty for errors of anything else.
+    """
 
     code: ClassVar[str] = "troupe_error"
+    partial_text: str = ""
+
+    def fresh(self) -> Self:
+        """An equal error without a traceback: one failure told to several callers must not be one shared object."""
+        copied = type(self).__new__(type(self))
+        copied.args = self.args
+        copied.__dict__.update(self.__dict__)
+        copied.__cause__ = self.__cause__
+        return copied
 
 
 class RequestError(TroupeError):
-    """This request's own fault. `partial_text` is what had been generated before, outside any result."""
+    """This request's own fault."""
 
     code = "request_error"
-    partial_text: str = ""
 
 
 class InvalidRequest(RequestError):
@@ -151,7 +162,6 @@ class ModelUnavailable(ModelError):
 
 class WorkerError(TroupeError):
     code = "worker_error"
-    partial_text: str = ""
 
     def __init__(self, report: ExitReport, message: str | None = None) -> None:
         super().__init__(message or report.describe())
@@ -171,7 +181,14 @@ class ProtocolMismatch(WorkerError):
 
 
 class FetchFailed(TroupeError):
+    """`reason` is a stable word: see `FetchReason` in `runtime.fetch`."""
+
     code = "fetch_failed"
+
+    def __init__(self, name: str, message: str, *, reason: str = "error") -> None:
+        super().__init__(f"fetching {name!r}: {message}")
+        self.name = name
+        self.reason = reason
 
 
 class RuntimeClosed(TroupeError):

@@ -1,0 +1,314 @@
+"""Which values may a client ask for? Every option of `generate` and `stream`, its range, and the check of all of them.
+
+Pure, and done before anything is sent: what passes here can be encoded, and can only be refused by a worker for reasons that
+need the model (a token id outside its vocabulary, a prompt its template cannot render).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, cast
+
+from runtime.errors import InvalidRequest
+from runtime.protocol.commands import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from runtime.protocol.tokens import TokenIds
+
+MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIASES = 1024
+TOKEN_ID_LIMIT = 1 << 32
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword options of `Tenant.generate` and `Tenant.stream`; exactly one of `prompt`, `tokens` and `messages` is required.
+
+    prompt: text, continued as it stands. tokens: token ids, fed as they are. messages: a chat, rendered by the model's template.
+    tools, reasoning_effort, primer (text the reply begins with): given to the template, so only with `messages`.
+    max_tokens: per sequence. stop: the texts that end a sequence; they are never part of the result.
+    seed: None draws one, reported in the completion. n: sequences from one prompt.
+    logprobs: None, or how many alternatives to report beside each chosen token.
+    ignore_eos: go on past the model's end token. deadline_seconds: from submission to the end.
+    """
+
+    prompt: str
+    tokens: Sequence[int] | TokenIds
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    reasoning_effort: str | None
+    primer: str | None
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    stop: str | Sequence[str]
+    seed: int | None
+    n: int
+    logprobs: int | None
+    ignore_eos: bool
+    priority: Literal["interactive", "background"]
+    deadline_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number's kind, limits (inclusive, but for `above`) and default. The check and the error text both come from here."""
+
+    low: float
+    high: float
+    default: float | None
+    whole: bool = False
+    above: bool = False
+    optional: bool = False
+
+    def describe(self) -> str:
+        kind = "a whole number" if self.whole else "a finite number"
+        limits = f"above {self.low:g} and at most {self.high:g}" if self.above else f"from {self.low} to {self.high}"
+        return f"{kind} {limits}{', or None' if self.optional else ''}"
+
+    def check(self, option: str, value: object) -> float | None:
+        if value is None and self.optional:
+            return None
+        number = _whole(value) if self.whole else _real(value)
+        if number is None or number > self.high or number < self.low or (self.above and number == self.low):
+            raise InvalidRequest(option, f"got {value!r}; allowed: {self.describe()}")
+        return number
+
+
+RANGES: dict[str, Range] = {
+    "max_tokens": Range(1, 1_000_000, 1024, whole=True),
+    "temperature": Range(0, 10, 0.0),
+    "top_p": Range(0, 1, 1.0, above=True),
+    "top_k": Range(0, 1_000_000, 0, whole=True),
+    "min_p": Range(0, 1, 0.0),
+    "repetition_penalty": Range(0, 10, 1.0, above=True),
+    "presence_penalty": Range(-10, 10, 0.0),
+    "frequency_penalty": Range(-10, 10, 0.0),
+    "seed": Range(0, (1 << 64) - 1, None, whole=True, optional=True),
+    "n": Range(1, 16, 1, whole=True),
+    "logprobs": Range(0, 20, None, whole=True, optional=True),
+    "deadline_seconds": Range(0, 1e7, None, above=True, optional=True),
+}
+"""top_k 0 and min_p 0: off. logprobs 0: the chosen token's alone."""
+
+LOGIT_BIAS = Range(-10_000, 10_000, None)
+
+ALLOWED_OPTIONS = tuple(sorted(GenerateOptions.__annotations__))
+
+
+@dataclass(frozen=True, slots=True)
+class ValidOptions:
+    """What a request needs, all within its ranges. `warnings`: what was ignored, for the completion."""
+
+    prompt: Prompt
+    sampling: Sampling
+    max_tokens: int
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    num_sequences: int
+    priority: Literal["interactive", "background"]
+    deadline_seconds: float | None
+    warnings: tuple[str, ...]
+
+
+def validate(options: Mapping[str, Any]) -> ValidOptions:
+    """:raises InvalidRequest: names the first option at fault and what is allowed."""
+    for name in options:
+        if name not in GenerateOptions.__annotations__:
+            raise InvalidRequest(name, f"unknown option; allowed: {', '.join(ALLOWED_OPTIONS)}")
+    numbers = {name: allowed.check(name, options.get(name, allowed.default)) for name, allowed in RANGES.items()}
+    stop, warnings = _stop(options.get("stop", ()))
+    seed, logprobs = numbers["seed"], numbers["logprobs"]
+    sampling = Sampling(
+        temperature=cast(float, numbers["temperature"]),
+        top_p=cast(float, numbers["top_p"]),
+        top_k=cast(int, numbers["top_k"]),
+        min_p=cast(float, numbers["min_p"]),
+        repetition_penalty=cast(float, numbers["repetition_penalty"]),
+        presence_penalty=cast(float, numbers["presence_penalty"]),
+        frequency_penalty=cast(float, numbers["frequency_penalty"]),
+        logit_bias=_logit_bias(options.get("logit_bias", {})),
+        # 53 bits: a drawn seed survives any JSON reader.
+        seed=secrets.randbits(53) if seed is None else cast(int, seed),
+        logprobs=-1 if logprobs is None else cast(int, logprobs),
+    )
+    return ValidOptions(
+        prompt=_prompt(options),
+        sampling=sampling,
+        max_tokens=cast(int, numbers["max_tokens"]),
+        stop=stop,
+        ignore_eos=_boolean("ignore_eos", options.get("ignore_eos", False)),
+        num_sequences=cast(int, numbers["n"]),
+        priority=_priority(options.get("priority", "interactive")),
+        deadline_seconds=numbers["deadline_seconds"],
+        warnings=warnings,
+    )
+
+
+# -- single values ----------------------------------------------------------------------------------------------
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(cast(Any, value))
+    except TypeError:
+        return None
+
+
+def _real(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _boolean(option: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(option, f"got {value!r}; allowed: True or False")
+    return value
+
+
+def _priority(value: object) -> Literal["interactive", "background"]:
+    if value == "interactive" or value == "background":
+        return value
+    raise InvalidRequest("priority", f"got {value!r}; allowed: 'interactive' or 'background'")
+
+
+def _text(option: str, value: object, allowed: str = "a non-empty string") -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(option, f"got {_shown(value)}; allowed: {allowed}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            option, f"holds half a surrogate pair at character {error.start}; it is no valid Unicode text"
+        ) from None
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The stop strings, and a warning for each one ignored: text of spaces alone would end nearly every reply at once."""
+    allowed = f"a non-empty string, or at most {MAX_STOP_STRINGS} of them"
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview) or len(value) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", f"got {_shown(value)}; allowed: {allowed}")
+    texts = dict.fromkeys(_text("stop", text, allowed) for text in value)
+    warnings = tuple(f"stop: {text!r} is white space only and was ignored" for text in texts if text.isspace())
+    return tuple(text for text in texts if not text.isspace()), warnings
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(
+            "logit_bias", f"got {_shown(value)}; allowed: a dict of at most {MAX_LOGIT_BIASES} token ids to numbers"
+        )
+    pairs = []
+    for token, bias in value.items():
+        pairs.append((_token("logit_bias", token), cast(float, LOGIT_BIAS.check(f"logit_bias[{token!r}]", bias))))
+    return tuple(sorted(pairs))
+
+
+def _token(option: str, value: object) -> int:
+    token = _whole(value)
+    if token is None or not 0 <= token < TOKEN_ID_LIMIT:
+        raise InvalidRequest(option, f"got {_shown(value)}; allowed: whole token ids from 0 to {TOKEN_ID_LIMIT - 1}")
+    return token
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------
+
+_KINDS = ("prompt", "tokens", "messages")
+_CHAT_ONLY = ("tools", "reasoning_effort", "primer")
+
+
+def _prompt(options: Mapping[str, Any]) -> Prompt:
+    given = [kind for kind in _KINDS if options.get(kind) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) if given else "none of them"
+        raise InvalidRequest(given[-1] if given else "prompt", f"give exactly one of {', '.join(_KINDS)}; got {got}")
+    kind = given[0]
+    if kind != "messages":
+        for name in _CHAT_ONLY:
+            if options.get(name) is not None:
+                raise InvalidRequest(name, f"is given to the chat template, so it needs messages; got it beside {kind}")
+    value = options[kind]
+    if kind == "prompt":
+        return TextPrompt(_text("prompt", value))
+    if kind == "tokens":
+        return TokenPrompt(_tokens(value))
+    primer, effort = options.get("primer"), options.get("reasoning_effort")
+    return ChatPrompt(
+        messages_json=_messages(value),
+        tools_json=_tools(options.get("tools")),
+        reasoning_effort=None if effort is None else _text("reasoning_effort", effort),
+        primer=None if primer is None else _text("primer", primer),
+    )
+
+
+def _tokens(value: object) -> TokenIds:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequest("tokens", f"got {_shown(value)}; allowed: a non-empty list of token ids")
+    ids = value if isinstance(value, TokenIds) else TokenIds([_token("tokens", token) for token in value])
+    if not len(ids):
+        raise InvalidRequest("tokens", "is empty; at least one token id is needed")
+    return ids
+
+
+def _messages(value: object) -> str:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
+        raise InvalidRequest("messages", f"got {_shown(value)}; allowed: a non-empty list of {{'role': …, 'content': …}}")
+    for number, message in enumerate(value):
+        where = f"messages[{number}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(where, f"got {_shown(message)}; allowed: {{'role': …, 'content': …}}")
+        _text(f"{where}.role", message.get("role"))
+        content = message.get("content")
+        if not (content is None and message.get("tool_calls")):
+            _content(f"{where}.content", content)
+    return _json("messages", [dict(message) for message in value])
+
+
+def _content(where: str, content: object) -> None:
+    """A string (empty is allowed: some templates want a turn without words) or a list of text parts."""
+    if isinstance(content, str):
+        return
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(where, f"got {_shown(content)}; allowed: a string, or a list of {{'type': 'text', 'text': …}}")
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(where, f"got the part {_shown(part)}; allowed: {{'type': 'text', 'text': …}}")
+
+
+def _tools(value: object) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(isinstance(tool, Mapping) for tool in value):
+        raise InvalidRequest("tools", f"got {_shown(value)}; allowed: a list of tool definitions (dicts)")
+    return _json("tools", [dict(tool) for tool in value]) if value else None
+
+
+def _json(option: str, value: object) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(option, f"cannot be written as JSON: {error}") from None
+    return _text(option, text)
