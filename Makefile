@@ -1,0 +1,44 @@
+# make demo    two real models, three tenants, a live view and the proof
+# make test    lint, types, import arrows and every test
+# make check   the quick part of it: lint, types, import arrows
+# make bench   the runtime beside mlx-lm on this machine, as JSON
+# make clean   removes what the targets above made here (not the fetched models)
+#
+# Each makes its own .venv first; all it takes is python3 >= 3.11 with pip, and make.
+
+SHELL := /bin/sh
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+STAMP := $(VENV)/.made-from-pyproject
+
+.PHONY: help demo test check bench clean model
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(STAMP)
+	@$(PYTHON) -m runtime.cli demo
+
+# The few tests on a real model need it in the user's cache; fetching one that is there costs nothing.
+model: $(STAMP)
+	@$(PYTHON) -m runtime.cli models fetch smollm2-135m
+
+check: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(PYTHON) -m pytest -q tests/unit/test_arrows.py
+
+# Equality tests need MLX's own reference BLAS in the test process, hence no preload; nothing may ask a model hub.
+test: check model
+	env -u LD_PRELOAD HF_HUB_OFFLINE=1 $(PYTHON) -m pytest
+
+bench: model
+	$(PYTHON) -m benchmarks.overhead
+
+$(STAMP): pyproject.toml scripts/make-venv
+	@sh scripts/make-venv $(VENV)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
