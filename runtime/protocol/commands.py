@@ -6,7 +6,7 @@ Every command is absolute and idempotent: it names sequences and positions, neve
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 import msgspec
 
@@ -16,6 +16,7 @@ from runtime.protocol.tokens import TokenIds
 PROTOCOL_VERSION = 1
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # tells type checkers that subclasses are frozen too
 class Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of the values inside messages."""
 
