@@ -64,6 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {
         "architectures": ["GptOssForCausalLM"],
         "intermediate_size": 64,
+        "max_position_embeddings": 131072,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "sliding_window": 16,
@@ -175,7 +176,7 @@ class TinyShelf:
 
 
 def _weights(config: dict[str, Any], seed: int, scale: float) -> dict[str, mx.array]:
-    """Matrices uniform within ±scale/√(inputs), each from a generator of its own; vectors (norms, decays) as the model makes them."""
+    """Matrices uniform in ±scale/√(inputs), each from a generator of its own; vectors (norms, decays) as the model makes them."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
     weights: dict[str, mx.array] = {}
@@ -200,7 +201,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The printable stand-in of each byte in byte-level vocabularies: itself where printable, else the next free one from U+0100."""
+    """The stand-in of each byte in byte-level vocabularies: itself where printable, else the next free one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]
