@@ -54,11 +54,14 @@ class ChannelClosed(Exception):
 
 
 def socket_path(directory: Path, key: str, suffix: str) -> Path:
-    """:raises ValueError: the key is no plain short name, or the path is longer than a socket's address may be."""
+    """:raises ValueError: the key is no plain short name, the path is no UTF-8, or longer than a socket's address may be."""
     if not key or len(key.encode()) > MAX_KEY_BYTES or "/" in key or "\0" in key:
         raise ValueError(f"channel key {key!r} must be a file name of 1 to {MAX_KEY_BYTES} bytes")
     path = directory.absolute() / f"{key}.{suffix}"
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+    address = os.fsencode(path)
+    if address != str(path).encode(errors="replace"):
+        raise ValueError(f"socket path {path!r} is no UTF-8; use a directory with another name")
+    if len(address) > MAX_SOCKET_PATH_BYTES:
         raise ValueError(f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; use a directory with a shorter name")
     return path
 
@@ -80,10 +83,8 @@ def _open_push(context: zmq.Context[zmq.Socket[bytes]], path: Path, send_mark: i
 
 
 def _attach(socket: zmq.Socket[bytes], path: Path, *, bind: bool) -> zmq.Socket[bytes]:
-    address = b"ipc://" + os.fsencode(path)
     try:
-        # bytes, because a path may hold bytes that are no UTF-8; pyzmq takes them but does not say so in its types
-        (socket.bind if bind else socket.connect)(address)  # type: ignore[arg-type]
+        (socket.bind if bind else socket.connect)(f"ipc://{path}")
     except BaseException:
         socket.close(linger=0)
         raise
