@@ -1,10 +1,18 @@
-"""Request and Sequence: what a client asked and the token series made for it; their states and allowed moves."""
+"""Request and Sequence: what a client asked and the token series made for it; their states and allowed moves.
+
+Also the values a client's stream receives (`Piece`, `Timings`, `Outcome`). Who moves a record, and when, is in
+book.py, placement.py and progress.py; every move goes through `move_request` or `move_sequence`, which check the tables.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from runtime.errors import TroupeError
 from runtime.protocol.commands import Prompt, Sampling
@@ -12,23 +20,35 @@ from runtime.protocol.events import FinishReason, TokenLogprob
 from runtime.protocol.ids import ModelName, RequestId, SequenceId, TenantId
 from runtime.protocol.tokens import TokenIds
 
+if TYPE_CHECKING:
+    from runtime.scheduler.fairness import Flow
+    from runtime.scheduler.prefill import Batch
+
 Priority = Literal["interactive", "background"]
+
+
+class IllegalMove(RuntimeError):
+    """A state change that the tables below do not allow: a fault of the scheduler itself."""
 
 
 class RequestState(Enum):
     QUEUED = "queued"
     PREPARING = "preparing"
+    """The worker renders and tokenizes it, or has done so and no slot was free yet."""
     PREFILLING = "prefilling"
     RUNNING = "running"
+    """At least one of its sequences has been prefilled."""
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
 
+ENDED = frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED})
+
 REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.QUEUED: frozenset({RequestState.PREPARING, RequestState.CANCELLED, RequestState.FAILED}),
     RequestState.PREPARING: frozenset({RequestState.PREFILLING, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.PREFILLING: frozenset({RequestState.RUNNING, RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.PREFILLING: frozenset({RequestState.RUNNING, RequestState.CANCELLED, RequestState.FAILED}),
     RequestState.RUNNING: frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}),
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
@@ -38,17 +58,22 @@ REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
 
 class SequenceState(Enum):
     WAITING = "waiting"
+    """Has no slot and is unknown to the worker."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PARKED = "parked"
+    """Stopped in its slot at its limit, until its client reads on."""
+    RELEASING = "releasing"
+    """Over for us; holds its slot until the worker confirms `Released`."""
     RELEASED = "released"
 
 
 SEQUENCE_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.RELEASED}),
-    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, SequenceState.RELEASED}),
-    SequenceState.DECODING: frozenset({SequenceState.PARKED, SequenceState.RELEASED}),
-    SequenceState.PARKED: frozenset({SequenceState.DECODING, SequenceState.RELEASED}),
+    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, SequenceState.RELEASING}),
+    SequenceState.DECODING: frozenset({SequenceState.PARKED, SequenceState.RELEASING}),
+    SequenceState.PARKED: frozenset({SequenceState.DECODING, SequenceState.RELEASING}),
+    SequenceState.RELEASING: frozenset({SequenceState.RELEASED}),
     SequenceState.RELEASED: frozenset(),
 }
 
@@ -75,25 +100,93 @@ class Request:
     windowed: bool = True
 
 
-@dataclass(slots=True)
+def sequence_seed(seed: int, number: int) -> int:
+    """The 64-bit seed with which sequence `number` of a request draws: `seed` itself for the first, a hash for the others."""
+    if number == 0:
+        return seed
+    packed = struct.pack("<QQ", seed & (2**64 - 1), number)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"sequence").digest(), "little")
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One token series. `committed` is the replay log: exactly what the client's stream holds or will hold."""
+    """One token series. `committed` is the replay log: exactly what the client's stream holds or will hold.
+
+    Lengths are absolute (prompt included). `charged_length`: up to which its tenant has been charged; 0 while WAITING.
+    `prefilled_length`: as last reported. `num_read`: committed tokens its client has read. `placed_at`: when it got its slot.
+    """
 
     id: SequenceId
     number: int
+    record: RequestRecord = field(repr=False)
+    prompt_length: int
+    max_length: int
     state: SequenceState = SequenceState.WAITING
     committed: list[int] = field(default_factory=list)
     limit: int = 0
-    read_length: int = 0
+    num_read: int = 0
+    charged_length: int = 0
+    prefilled_length: int = 0
+    placed_at: float = 0.0
+    batch: Batch | None = None
     finish: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + len(self.committed)
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """A request known to the scheduler, from its acceptance until the worker holds nothing of it any more.
+
+    `prompt_tokens` is None until prepared; then there is one Sequence per number. `windowed` starts as the request's own and
+    ends with `Unwindow`. Times are in the scheduler's clock.
+    """
+
+    request: Request
+    flow: Flow = field(repr=False)
+    submitted_at: float
+    windowed: bool
+    state: RequestState = RequestState.QUEUED
+    prompt_tokens: TokenIds | None = None
+    warnings: tuple[str, ...] = ()
+    fingerprint: str = ""
+    sequences: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+    started_at: float | None = None
+    first_token_at: float | None = None
+    prefill_seconds: float | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def has_started(self) -> bool:
+        """Whether a sequence of it has got a slot."""
+        return self.started_at is not None
+
+
+def move_request(record: RequestRecord, to: RequestState) -> None:
+    """:raises IllegalMove: REQUEST_MOVES does not have it."""
+    if to not in REQUEST_MOVES[record.state]:
+        raise IllegalMove(f"request {record.request.id}: {record.state.name} to {to.name}")
+    record.state = to
+
+
+def move_sequence(sequence: Sequence, to: SequenceState) -> None:
+    """:raises IllegalMove: SEQUENCE_MOVES does not have it."""
+    if to not in SEQUENCE_MOVES[sequence.state]:
+        raise IllegalMove(f"sequence {sequence.id}: {sequence.state.name} to {to.name}")
+    sequence.state = to
 
 
 # -- what a client's stream receives ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """New committed tokens of one sequence and the text that may be shown by now."""
+class Piece(msgspec.Struct, frozen=True):
+    """New committed tokens of one sequence and the text that may be shown by now. (A Struct: one is made per token.)"""
 
     number: int
     tokens: tuple[int, ...]
@@ -107,7 +200,7 @@ class Piece:
 class Timings:
     """Seconds since the request was submitted; None when that point was never reached.
 
-    queue: until it was taken from the queue; prefill: inside its prefill steps (a duration); first_token: until its first token.
+    queue: until its first sequence got a slot; prefill: inside its prefill steps (a duration); first_token: until its first token.
     """
 
     queue_seconds: float | None
@@ -118,7 +211,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended: by itself (`error` None), cancelled, or with an error. `prompt_tokens`: its tokens once prepared."""
+    """How a request ended: by itself (`error` None), cancelled, or with an error. `prompt_tokens`: its tokens once prepared.
+
+    The error is this request's own object, never shared with another's.
+    """
 
     state: Literal["finished", "cancelled", "failed"]
     prompt_tokens: TokenIds

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from runtime.config import TenantSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.commands import AnyCommand
@@ -105,9 +107,7 @@ class Tick:
     """Time has passed (a WakeAt is due)."""
 
 
-Stimulus = (
-    Submit | Cancel | Read | Unwindow | TenantSet | ModelAdded | WorkerUp | WorkerLost | ModelRemoved | WorkerSaid | Tick
-)
+Stimulus = Submit | Cancel | Read | Unwindow | TenantSet | ModelAdded | WorkerUp | WorkerLost | ModelRemoved | WorkerSaid | Tick
 
 # -- instructions -------------------------------------------------------------------------------------------
 
@@ -123,15 +123,15 @@ class Reject:
     error: TroupeError
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     model: ModelName
     incarnation: Incarnation
     command: AnyCommand
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
+    """(A Struct: one is made per token.)"""
+
     request: RequestId
     piece: Piece
 

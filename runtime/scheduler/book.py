@@ -1,0 +1,288 @@
+"""The scheduler's tables, and the few ways to change them: enqueue, end, let go, release, lose.
+
+Everything here is plain synchronous bookkeeping; who may start and what a worker's word means is decided in admission.py,
+placement.py and progress.py. Instructions collect in `Book.out`; what a worker is to be told collects per model and is
+sent as few commands at the end of each stimulus (`flush`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from runtime.config import Settings, TenantSpec
+from runtime.errors import TroupeError
+from runtime.protocol.commands import AnyCommand, Grant, Release
+from runtime.protocol.events import ModelFacts
+from runtime.protocol.ids import Incarnation, ModelName, RequestId, SequenceId, TenantId
+from runtime.protocol.tokens import TokenIds
+from runtime.scheduler.fairness import FairQueue, Flow, Tenant
+from runtime.scheduler.prefill import Batch
+from runtime.scheduler.request import (
+    Outcome,
+    Request,
+    RequestRecord,
+    RequestState,
+    Sequence,
+    SequenceState,
+    Timings,
+    move_request,
+    move_sequence,
+)
+from runtime.scheduler.stimuli import Breach, End, Instruction, Send, WakeAt
+
+E = TypeVar("E", bound=BaseException)
+
+_OUTCOMES: dict[RequestState, Literal["finished", "cancelled", "failed"]] = {
+    RequestState.FINISHED: "finished",
+    RequestState.CANCELLED: "cancelled",
+    RequestState.FAILED: "failed",
+}
+_SMOOTHING = 0.2
+_INITIAL_OUTPUT_TOKENS = 256.0
+
+
+def own_copy(error: E) -> E:
+    """The same error as a new object: raised to several callers, one object would collect all their tracebacks and texts."""
+    copy = type(error).__new__(type(error), *error.args)
+    copy.__dict__.update(error.__dict__)
+    return copy
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """One model and its worker as the scheduler sees them.
+
+    incarnation: the worker that is up, or None. unavailable: why none will come. has_breached: it said something impossible
+    and will be replaced; nothing more is sent to it or heard from it.
+    sequences: those that hold a slot. preparing: requests the worker may be tokenizing, also ended ones not yet `Released`.
+    num_unstarted: requests without an end that no sequence of has got a slot. service_seconds, output_tokens: moving averages
+    per sequence, of its time in the slot and of its length. needs_placing: something changed that may let rows start.
+    """
+
+    name: ModelName
+    max_slots: int
+    incarnation: Incarnation | None = None
+    last_incarnation: int = 0
+    facts: ModelFacts | None = None
+    unavailable: TroupeError | None = None
+    has_breached: bool = False
+    fair: FairQueue = field(default_factory=FairQueue)
+    sequences: dict[SequenceId, Sequence] = field(default_factory=dict)
+    preparing: dict[RequestId, RequestRecord] = field(default_factory=dict)
+    batches: list[Batch] = field(default_factory=list)
+    num_unstarted: int = 0
+    service_seconds: float | None = None
+    output_tokens: float = _INITIAL_OUTPUT_TOKENS
+    needs_placing: bool = False
+    grants: dict[SequenceId, int] = field(default_factory=dict)
+    requests_to_release: list[RequestId] = field(default_factory=list)
+    sequences_to_release: list[SequenceId] = field(default_factory=list)
+
+    @property
+    def can_work(self) -> bool:
+        return self.incarnation is not None and not self.has_breached
+
+    @property
+    def num_free_slots(self) -> int:
+        return self.max_slots - len(self.sequences)
+
+    @property
+    def num_soon_free_slots(self) -> int:
+        """Free slots and those that wait only for the worker's `Released`."""
+        live = sum(sequence.state is not SequenceState.RELEASING for sequence in self.sequences.values())
+        return max(0, self.max_slots - live)
+
+
+class Book:
+    """All records. `out` collects the instructions of the stimulus being handled; `touched` the models to flush after it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.models: dict[ModelName, Model] = {}
+        self.tenants: dict[TenantId, Tenant] = {}
+        self.requests: dict[RequestId, RequestRecord] = {}
+        self.next_sequence = 1
+        self.deadlines: list[tuple[float, RequestId]] = []
+        self.wake_at: float | None = None
+        self.out: list[Instruction] = []
+        self.touched: dict[ModelName, Model] = {}
+        self.num_ended: dict[RequestState, int] = dict.fromkeys(_OUTCOMES, 0)
+        self.num_rejected = 0
+
+    def touch(self, model: Model) -> None:
+        """Have what is to be told to its worker sent after this stimulus."""
+        self.touched[model.name] = model
+
+    def look_again(self, model: Model) -> None:
+        """Have placement look at it after this stimulus."""
+        model.needs_placing = True
+        self.touched[model.name] = model
+
+    def tenant(self, name: TenantId) -> Tenant:
+        if name not in self.tenants:
+            self.tenants[name] = Tenant(name, TenantSpec())
+        return self.tenants[name]
+
+    # -- a request's way in and out -------------------------------------------------------------------------
+
+    def enqueue(self, model: Model, request: Request, now: float) -> None:
+        tenant = self.tenant(request.tenant)
+        flow = tenant.flows.get(model.name)
+        if flow is None:
+            flow = tenant.flows[model.name] = model.fair.flows[tenant.id] = Flow(tenant)
+        model.fair.settle()
+        record = RequestRecord(request, flow, submitted_at=now, windowed=request.windowed)
+        self.requests[request.id] = record
+        flow.queued.add(record)
+        model.num_unstarted += 1
+        self.look_again(model)
+        if request.deadline_seconds is not None:
+            if len(self.deadlines) > 64 + 2 * len(self.requests):  # mostly of requests that ended in time
+                self.deadlines = [entry for entry in self.deadlines if not self._is_over(entry[1])]
+                heapq.heapify(self.deadlines)
+            heapq.heappush(self.deadlines, (now + request.deadline_seconds, request.id))
+            self.plan_wake()
+
+    def end(self, record: RequestRecord, state: RequestState, error: TroupeError | None, now: float) -> None:
+        """The stream ends here and now. What the worker holds of the request is released; the record stays until it confirms."""
+        model, flow = self.models[record.request.model], record.flow
+        if record.state is RequestState.QUEUED:
+            flow.queued.discard(record)
+        elif record.prompt_tokens is None:
+            del flow.preparing[record.request.id]
+            model.requests_to_release.append(record.request.id)
+        else:
+            flow.ready.discard(record)
+        if record.has_started:
+            flow.tenant.num_running -= 1
+            for name in flow.tenant.flows:  # its max_running may have been in the way in any of them
+                self.look_again(self.models[name])
+        else:
+            model.num_unstarted -= 1
+        move_request(record, state)
+        for sequence in record.sequences:
+            self.let_go(model, sequence)
+        self.out.append(End(record.request.id, self._outcome(record, error, now)))
+        self.num_ended[state] += 1
+        self.look_again(model)
+        self.forget_if_free(model, record)
+
+    def _outcome(self, record: RequestRecord, error: TroupeError | None, now: float) -> Outcome:
+        start = record.submitted_at
+        timings = Timings(
+            queue_seconds=None if record.started_at is None else record.started_at - start,
+            prefill_seconds=record.prefill_seconds,
+            first_token_seconds=None if record.first_token_at is None else record.first_token_at - start,
+            total_seconds=now - start,
+        )
+        prompt_tokens = TokenIds() if record.prompt_tokens is None else record.prompt_tokens
+        return Outcome(_OUTCOMES[record.state], prompt_tokens, timings, record.fingerprint, record.warnings, error)
+
+    def forget_if_free(self, model: Model, record: RequestRecord) -> None:
+        """Drop an ended record once the worker holds nothing of it."""
+        if not record.has_ended or record.request.id in model.preparing:
+            return
+        if all(sequence.state is SequenceState.RELEASED for sequence in record.sequences):
+            self.requests.pop(record.request.id, None)
+
+    # -- a sequence's way out -------------------------------------------------------------------------------
+
+    def let_go(self, model: Model, sequence: Sequence) -> None:
+        """No more of this sequence: tell the worker, and keep the slot until it says `Released`."""
+        if sequence.state is SequenceState.WAITING:
+            move_sequence(sequence, SequenceState.RELEASED)
+        elif sequence.state not in (SequenceState.RELEASING, SequenceState.RELEASED):
+            self.leave_batch(model, sequence)
+            sequence.record.flow.charge(sequence.length - sequence.charged_length)
+            sequence.charged_length = sequence.length
+            move_sequence(sequence, SequenceState.RELEASING)
+            model.grants.pop(sequence.id, None)
+            model.sequences_to_release.append(sequence.id)
+            self.touch(model)
+
+    def leave_batch(self, model: Model, sequence: Sequence) -> None:
+        """It is prefilled, or over."""
+        batch, sequence.batch = sequence.batch, None
+        if batch is not None:
+            batch.num_rows_left -= 1
+            if batch.num_rows_left == 0:
+                model.batches.remove(batch)
+                self.look_again(model)
+
+    def free_slot(self, model: Model, sequence: Sequence, now: float) -> None:
+        """The worker has forgotten a sequence that was let go."""
+        move_sequence(sequence, SequenceState.RELEASED)
+        del model.sequences[sequence.id]
+        model.service_seconds = smoothed(model.service_seconds, now - sequence.placed_at)
+        self.look_again(model)
+        self.forget_if_free(model, sequence.record)
+
+    # -- a worker's end -------------------------------------------------------------------------------------
+
+    def lose(self, model: Model, error: TroupeError, now: float) -> None:
+        """Its worker is gone, or never came: every request of the model ends with a copy of `error`, every slot is free."""
+        for record in [record for record in self.requests.values() if record.request.model == model.name]:
+            if not record.has_ended:
+                self.end(record, RequestState.FAILED, own_copy(error), now)
+        for sequence in model.sequences.values():
+            move_sequence(sequence, SequenceState.RELEASED)
+            self.requests.pop(sequence.record.request.id, None)
+        for request in model.preparing:
+            self.requests.pop(request, None)
+        model.sequences.clear()
+        model.preparing.clear()
+        model.requests_to_release.clear()
+        model.sequences_to_release.clear()
+        model.incarnation = None
+        model.has_breached = False
+
+    def breach(self, model: Model, what: str) -> None:
+        """Have the worker replaced; its requests end when the supervisor says `WorkerLost`."""
+        assert model.incarnation is not None
+        model.has_breached = True
+        self.out.append(Breach(model.name, model.incarnation, what))
+
+    # -- telling ---------------------------------------------------------------------------------------------
+
+    def send(self, model: Model, command: AnyCommand) -> None:
+        assert model.incarnation is not None
+        self.out.append(Send(model.name, model.incarnation, command))
+
+    def flush(self, model: Model) -> None:
+        """Send the collected releases and grants, each as one command."""
+        if model.requests_to_release or model.sequences_to_release:
+            if model.can_work:
+                self.send(model, Release(tuple(model.requests_to_release), tuple(model.sequences_to_release)))
+            model.requests_to_release.clear()
+            model.sequences_to_release.clear()
+        if model.grants:
+            if model.can_work:
+                self.send(model, Grant(tuple(model.grants.items())))
+            model.grants.clear()
+
+    def plan_wake(self) -> None:
+        """Have a Tick come for the next deadline of a request that has not ended."""
+        while self.deadlines and self._is_over(self.deadlines[0][1]):
+            heapq.heappop(self.deadlines)
+        if self.deadlines and (self.wake_at is None or self.deadlines[0][0] < self.wake_at):
+            self.wake_at = self.deadlines[0][0]
+            self.out.append(WakeAt(self.wake_at))
+
+    def due(self, now: float) -> list[RequestRecord]:
+        """Requests whose deadline has passed."""
+        records = []
+        while self.deadlines and self.deadlines[0][0] <= now:
+            _, request = heapq.heappop(self.deadlines)
+            if not self._is_over(request):
+                records.append(self.requests[request])
+        return records
+
+    def _is_over(self, request: RequestId) -> bool:
+        record = self.requests.get(request)
+        return record is None or record.has_ended
+
+
+def smoothed(average: float | None, value: float) -> float:
+    return value if average is None else average + _SMOOTHING * (value - average)

@@ -1,0 +1,111 @@
+"""Which requests are prepared and which rows get free slots: the one place where work is given to a worker.
+
+Two stages, both in the order of the fair queue: queued requests go to the worker's tokenizer a bounded number ahead of the
+slots; rows of prepared requests get slots, grouped into prefill batches.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import msgspec
+
+from runtime.protocol.commands import Prefill, PrefillRow, Prepare
+from runtime.protocol.tokens import TokenIds
+from runtime.scheduler import prefill
+from runtime.scheduler.admission import row_cost
+from runtime.scheduler.book import Book, Model
+from runtime.scheduler.grants import limit_of
+from runtime.scheduler.request import (
+    RequestRecord,
+    RequestState,
+    Sequence,
+    SequenceState,
+    move_request,
+    move_sequence,
+    sequence_seed,
+)
+
+PREPARED_PER_SLOT = 2
+"""Requests prepared ahead for each slot. More would only hold prompts in memory: their order is decided at the slot."""
+
+
+def place(book: Book, model: Model, now: float) -> None:
+    """Give the worker what it has room for."""
+    model.needs_placing = False
+    if model.can_work:
+        _fill_slots(book, model, now)
+        _prepare_ahead(book, model)
+
+
+def _fill_slots(book: Book, model: Model, now: float) -> None:
+    num_free = model.num_free_slots
+    if num_free <= 0 or len(model.batches) >= prefill.MAX_BATCHES:
+        return
+    rows = list(islice(model.fair.rows_in_order(lambda record: row_cost(model, record)), num_free))
+    outstanding = [batch.padded_tokens for batch in model.batches]
+    for chosen in prefill.plan_batches([row.length for row in rows], outstanding, book.settings.prefill_batch_tokens):
+        members = [rows[index] for index in chosen]
+        batch = prefill.Batch(padded_tokens=max(row.length for row in members) * len(members), num_rows_left=len(members))
+        model.batches.append(batch)
+        for sequence in members:
+            _start(book, model, sequence, batch, now)
+        book.send(model, Prefill(tuple(_prefill_row(sequence) for sequence in members)))
+
+
+def _start(book: Book, model: Model, sequence: Sequence, batch: prefill.Batch, now: float) -> None:
+    record = sequence.record
+    cost = row_cost(model, record)
+    model.fair.serve(record.flow, cost)
+    sequence.charged_length = cost
+    sequence.batch = batch
+    sequence.placed_at = now
+    sequence.limit = limit_of(sequence, book.settings.stream_window_tokens)
+    model.sequences[sequence.id] = sequence
+    move_sequence(sequence, SequenceState.PREFILLING)
+    if not record.has_started:
+        record.started_at = now
+        record.flow.tenant.num_running += 1
+        model.num_unstarted -= 1
+        move_request(record, RequestState.PREFILLING)
+    if all(other.state is not SequenceState.WAITING for other in record.sequences):
+        record.flow.ready.take(record)
+
+
+def _prefill_row(sequence: Sequence) -> PrefillRow:
+    request, prompt = sequence.record.request, sequence.record.prompt_tokens
+    assert prompt is not None
+    sampling = request.sampling
+    if sequence.number > 0:
+        sampling = msgspec.structs.replace(sampling, seed=sequence_seed(sampling.seed, sequence.number))
+    return PrefillRow(
+        sequence=sequence.id,
+        tokens=prompt if not sequence.committed else TokenIds([*prompt, *sequence.committed]),
+        prompt_length=sequence.prompt_length,
+        max_length=sequence.max_length,
+        limit=sequence.limit,
+        sampling=sampling,
+        stop=request.stop,
+        ignore_eos=request.ignore_eos,
+    )
+
+
+def _prepare_ahead(book: Book, model: Model) -> None:
+    flows = model.fair.flows.values()
+    num_ahead = len(model.preparing) + sum(len(flow.ready) for flow in flows)
+    room = PREPARED_PER_SLOT * model.max_slots - num_ahead
+    if room > 0:
+        for record in list(islice(model.fair.queued_in_order(lambda record: row_cost(model, record)), room)):
+            _prepare(book, model, record)
+    # A tenant with nothing prepared could not compete for the next slot, however full the others keep the room ahead.
+    for flow in flows:
+        if flow.queued and not flow.preparing and not flow.ready:
+            _prepare(book, model, next(flow.queued.in_order()))
+
+
+def _prepare(book: Book, model: Model, record: RequestRecord) -> None:
+    record.flow.queued.take(record)
+    record.flow.preparing[record.request.id] = record
+    model.preparing[record.request.id] = record
+    move_request(record, RequestState.PREPARING)
+    book.send(model, Prepare(record.request.id, record.request.prompt))

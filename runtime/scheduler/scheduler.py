@@ -1,0 +1,110 @@
+"""The Scheduler: carries stimuli to `SchedulerState` and its instructions to workers and streams.
+
+Everything happens at once, on the event loop's thread, inside `offer`; the only task is the timer in `run`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from math import inf
+from typing import assert_never
+
+import anyio
+from anyio.abc import TaskStatus
+
+from runtime.config import Settings
+from runtime.errors import TroupeError
+from runtime.protocol.ids import RequestId
+from runtime.scheduler.ports import WorkerPort
+from runtime.scheduler.request import Request
+from runtime.scheduler.state import SchedulerState
+from runtime.scheduler.stats import SchedulerStats, snapshot
+from runtime.scheduler.stimuli import Accept, Breach, Deliver, End, Instruction, Reject, Send, Stimulus, Submit, Tick, WakeAt
+from runtime.scheduler.stream import TokenStream
+
+
+class Scheduler:
+    """Implements `SchedulerPort`. `state` may be looked at and validated, never changed, from outside."""
+
+    def __init__(self, workers: WorkerPort, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = SchedulerState(settings)
+        self._workers = workers
+        self._window_tokens = settings.stream_window_tokens
+        self._clock = clock
+        self._request_ids = itertools.count(1)
+        self._streams: dict[RequestId, TokenStream] = {}
+        self._rejections: dict[RequestId, TroupeError] = {}
+        self._stimuli: deque[Stimulus] = deque()
+        self._is_handling = False
+        self._wake_at = inf
+        self._wake_changed: anyio.Event | None = None
+
+    def new_request_id(self) -> RequestId:
+        return RequestId(next(self._request_ids))
+
+    def submit(self, request: Request) -> TokenStream:
+        """Start a request; leave its stream by its outcome or by `cancel`.
+
+        :raises AdmissionError: the tenant's or the model's queue is full.
+        :raises ModelError: no such model, or it will not come back.
+        """
+        assert not self._is_handling, "submit comes from clients, never from a port"
+        assert request.id not in self._streams, f"request id {request.id} is taken; ids come from new_request_id"
+        stream = self._streams[request.id] = TokenStream(request, self.offer, self._window_tokens)
+        self.offer(Submit(request))
+        if request.id in self._rejections:
+            del self._streams[request.id]
+            raise self._rejections.pop(request.id)
+        return stream
+
+    def offer(self, stimulus: Stimulus) -> None:
+        """Handle it and carry the instructions out before returning; one that comes meanwhile (from a port) is handled after it."""
+        self._stimuli.append(stimulus)
+        if self._is_handling:
+            return
+        self._is_handling = True
+        try:
+            while self._stimuli:
+                for instruction in self.state.handle(self._stimuli.popleft(), self._clock()):
+                    self._carry_out(instruction)
+        finally:
+            self._is_handling = False
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Offer a Tick whenever one is due. Ends only by being cancelled."""
+        task_status.started()
+        while True:
+            self._wake_changed = anyio.Event()
+            with anyio.move_on_after(self._wake_at - self._clock()):
+                await self._wake_changed.wait()
+            if self._clock() >= self._wake_at:
+                self._wake_at = inf
+                self.offer(Tick())
+
+    def stats(self) -> SchedulerStats:
+        return snapshot(self.state.book)
+
+    def _carry_out(self, instruction: Instruction) -> None:
+        if isinstance(instruction, Deliver):  # first, being by far the most frequent
+            self._streams[instruction.request].deliver(instruction.piece)
+            return
+        match instruction:
+            case Send(model=model, incarnation=incarnation, command=command):
+                self._workers.send(model, incarnation, command)
+            case End(request=request, outcome=outcome):
+                self._streams.pop(request).end(outcome)
+            case Reject(request=request, error=error):
+                self._rejections[request] = error
+            case Accept():
+                pass
+            case WakeAt(when=when):
+                self._wake_at = when
+                if self._wake_changed is not None:
+                    self._wake_changed.set()
+            case Breach(model=model, incarnation=incarnation, what=what):
+                self._workers.breach(model, incarnation, what)
+            case _:
+                assert_never(instruction)

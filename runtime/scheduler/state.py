@@ -1,0 +1,176 @@
+"""What to do about each stimulus: `SchedulerState.handle`, the whole of the scheduler's deciding.
+
+Pure and synchronous: no clock, no I/O, no task. This file takes stimuli apart and answers clients and the supervisor; a
+worker's words are taken in by progress.py, work is handed out by placement.py, the records live in book.py.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from runtime.config import Settings
+from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
+from runtime.protocol.ids import ModelName, RequestId
+from runtime.scheduler import grants, progress
+from runtime.scheduler.admission import refusal
+from runtime.scheduler.book import Book, Model, own_copy
+from runtime.scheduler.placement import place
+from runtime.scheduler.request import Request, RequestRecord, RequestState
+from runtime.scheduler.stimuli import (
+    Accept,
+    Cancel,
+    Instruction,
+    ModelAdded,
+    ModelRemoved,
+    Read,
+    Reject,
+    Stimulus,
+    Submit,
+    TenantSet,
+    Tick,
+    Unwindow,
+    WorkerLost,
+    WorkerSaid,
+    WorkerUp,
+)
+from runtime.scheduler.validation import validate
+
+
+class SchedulerState:
+    """All that is known of models, tenants and requests, and what follows from what happens."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.book = Book(settings)
+
+    def handle(self, stimulus: Stimulus, now: float) -> list[Instruction]:
+        """Take in one stimulus; `now` in seconds of the caller's monotonic clock. Instructions are to be carried out in order.
+
+        :raises IllegalMove: a fault of the scheduler itself; no stimulus, however odd, should cause it.
+        """
+        book = self.book
+        book.out = []
+        self._take_in(stimulus, now)
+        if book.touched:
+            for model in list(book.touched.values()):
+                if model.needs_placing:
+                    place(book, model, now)
+                book.flush(model)
+            book.touched.clear()
+        return book.out
+
+    def validate(self) -> None:
+        """Recount everything. :raises AssertionError: naming what does not add up."""
+        validate(self.book)
+
+    def _take_in(self, stimulus: Stimulus, now: float) -> None:
+        book = self.book
+        if isinstance(stimulus, WorkerSaid):  # first, being by far the most frequent
+            model = book.models.get(stimulus.model)
+            if model is not None and model.incarnation == stimulus.incarnation and not model.has_breached:
+                progress.hear(book, model, stimulus.event, now)
+            return
+        match stimulus:
+            case Read(request=request, number=number, num_tokens=num_tokens):
+                if (record := self._live(request)) is not None:
+                    grants.read(book, book.models[record.request.model], record, number, num_tokens)
+            case Unwindow(request=request):
+                if (record := self._live(request)) is not None:
+                    grants.unwindow(book, book.models[record.request.model], record)
+            case Submit(request=wanted):
+                self._submit(wanted, now)
+            case Cancel(request=request):
+                if (record := self._live(request)) is not None:
+                    book.end(record, RequestState.CANCELLED, None, now)
+            case Tick():
+                self._expire(now)
+            case TenantSet(tenant=name, spec=spec):
+                book.tenant(name).spec = spec
+                for model_name in book.tenant(name).flows:
+                    book.look_again(book.models[model_name])
+            case ModelAdded():
+                self._model_added(stimulus)
+            case WorkerUp():
+                self._worker_up(stimulus, now)
+            case WorkerLost():
+                self._worker_lost(stimulus, now)
+            case ModelRemoved(model=name, error=error):
+                self._model_removed(name, error, now)
+            case _:
+                assert_never(stimulus)
+
+    def _live(self, request: RequestId) -> RequestRecord | None:
+        record = self.book.requests.get(request)
+        return None if record is None or record.has_ended else record
+
+    # -- clients ----------------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request, now: float) -> None:
+        error = self._objection(request, now)
+        if error is not None:
+            self.book.num_rejected += 1
+            self.book.out.append(Reject(request.id, error))
+            return
+        self.book.out.append(Accept(request.id))
+        self.book.enqueue(self.book.models[request.model], request, now)
+
+    def _objection(self, request: Request, now: float) -> TroupeError | None:
+        book, model = self.book, self.book.models.get(request.model)
+        if request.id in book.requests:
+            return InvalidRequest("id", f"request {request.id} exists already; take a new one")
+        if model is None:
+            loaded = ", ".join(map(repr, book.models)) or "none"
+            return ModelNotLoaded(request.model, f"is not loaded; loaded: {loaded}")
+        if model.unavailable is not None:
+            return own_copy(model.unavailable)
+        return refusal(book, model, book.tenant(request.tenant), now)
+
+    def _expire(self, now: float) -> None:
+        book = self.book
+        for record in book.due(now):
+            seconds = record.request.deadline_seconds
+            error = DeadlineExceeded(f"the request was still {record.state.value} after its deadline_seconds={seconds}")
+            book.end(record, RequestState.FAILED, error, now)
+        book.wake_at = None
+        book.plan_wake()
+
+    # -- the supervisor -----------------------------------------------------------------------------------------
+
+    def _model_added(self, stimulus: ModelAdded) -> None:
+        model = self.book.models.setdefault(stimulus.model, Model(stimulus.model, stimulus.max_slots))
+        if model.incarnation is None:
+            model.max_slots = stimulus.max_slots
+        if model.unavailable is not None:
+            model.unavailable, model.last_incarnation = None, 0  # a new supervisor may count from 1 again
+
+    def _worker_up(self, stimulus: WorkerUp, now: float) -> None:
+        model = self.book.models.get(stimulus.model)
+        if model is None or stimulus.incarnation <= model.last_incarnation:
+            return  # unloaded meanwhile, or said before
+        if model.incarnation is not None:
+            # Only what it held is lost with a worker that was replaced unannounced; the supervisor never does that.
+            self.book.lose(model, ModelUnavailable(model.name, "its worker was replaced"), now)
+        model.incarnation = model.last_incarnation = stimulus.incarnation
+        model.facts = stimulus.facts
+        model.unavailable = None
+        self.book.look_again(model)
+
+    def _worker_lost(self, stimulus: WorkerLost, now: float) -> None:
+        model = self.book.models.get(stimulus.model)
+        if model is None or (model.incarnation is not None and stimulus.incarnation < model.incarnation):
+            return
+        model.last_incarnation = max(model.last_incarnation, stimulus.incarnation)
+        self.book.lose(model, stimulus.error, now)
+        if not stimulus.restarting:
+            error = stimulus.error
+            message = f"its worker ended and is not started again ({error})"
+            model.unavailable = error if isinstance(error, ModelError) else ModelUnavailable(model.name, message)
+
+    def _model_removed(self, name: ModelName, error: TroupeError, now: float) -> None:
+        model = self.book.models.get(name)
+        if model is None:
+            return
+        self.book.lose(model, error, now)
+        for flow in model.fair.flows.values():
+            del flow.tenant.flows[name]
+        del self.book.models[name]
+        self.book.touched.pop(name, None)
