@@ -1,0 +1,324 @@
+"""The Engine on mlx and mlx-lm: how does a step of rows become forwards of the model?
+
+Rows that decode live together in one batch, the stage. Rows that are still being prefilled share a batch of their own and move
+to the stage with the first token they feed themselves. Which rows may share a forward follows from what the self-test proved.
+
+Everything is lazy until `result`: a step may be built on tokens that are still being computed, and while it is, rows may
+join, leave and be truncated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from runtime.engine import blas
+from runtime.engine.batch import Batch, OwnBatch, RaggedBatch
+from runtime.engine.costs import StepCosts
+from runtime.engine.engine import PendingStep, RowError, RowStep
+from runtime.engine.forward import Group, feed_array, sampled_logits
+from runtime.engine.grouping import MAX_WASTED_TOKENS, width_groups
+from runtime.engine.layers import Kind
+from runtime.engine.pending import LmPendingStep, Part
+from runtime.engine.rows import Row
+from runtime.engine.sampling import RowSampler, draw
+from runtime.protocol.commands import Sampling
+from runtime.protocol.events import Capabilities
+from runtime.protocol.ids import SequenceId
+
+_CLEAR_EVERY_STEPS = 256
+"""Steps between returns of MLX's buffer cache to the system: shapes change as rows grow, and old buffers fit nothing any more."""
+
+
+class LmEngine:
+    """See `runtime.engine.engine.Engine` for what each method promises.
+
+    kinds: the caches the model wants. vocabulary_size: ids below it are valid. width_of_logits: of the model's output.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        kinds: Sequence[Kind],
+        capabilities: Capabilities,
+        *,
+        vocabulary_size: int,
+        context_length: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model = model
+        self._kinds = kinds
+        self._capabilities = capabilities
+        self._vocabulary_size = vocabulary_size
+        self._context_length = context_length
+        self._clock = clock
+        self._rows: dict[SequenceId, Row] = {}
+        self._stage = RaggedBatch(kinds) if capabilities.batched_decode else None
+        self._costs = StepCosts()
+        self._num_steps = 0
+        self._last_end = 0.0
+        # A decode step of the same rows as the one before reuses its groups, unless something moved in between.
+        self._moves = 0
+        self._repeatable: tuple[list[SequenceId], int, list[Group]] | None = None
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: SequenceId, sampling: Sampling, *, prompt_length: int, context: Sequence[int], max_length: int) -> None:
+        if sequence in self._rows:
+            raise RowError("conflict", f"sequence {sequence} is already in this engine; release it first")
+        if not len(context):
+            raise RowError("invalid_request", "the context is empty; a sequence needs at least one token to begin with")
+        if len(context) >= self._context_length:
+            raise RowError(
+                "context_length_exceeded",
+                f"{len(context)} tokens, but the model's context holds {self._context_length} with at least one left to generate",
+            )
+        prompt, output = context[:prompt_length], context[prompt_length:]
+        sampler = RowSampler(sampling, self._vocabulary_size, prompt=prompt, output=output)
+        self._rows[sequence] = Row(sequence, sampler, prompt_length)
+
+    def length(self, sequence: SequenceId) -> int:
+        return self._rows[sequence].length
+
+    def truncate(self, sequence: SequenceId, length: int) -> None:
+        row = self._rows[sequence]
+        if not 0 <= length <= row.length:
+            raise RowError("invalid_request", f"cannot truncate to {length}: {row.length} tokens are fed")
+        row.settle()
+        if length < row.num_cached:
+            if row.batch is None or self._capabilities.rollback == "none":
+                raise RowError("generation_failed", "this model's caches cannot go back (rollback is 'none')")
+            owed = row.batch.rewind(row, length)
+            if owed is None:
+                raise RowError(
+                    "generation_failed", f"cannot go back from {row.length} to {length} tokens: that state is no longer kept"
+                )
+            row.owed = owed
+        else:
+            del row.owed[length - row.num_cached :]
+        row.cut(length)
+        self._moves += 1
+
+    def release(self, sequences: Sequence[SequenceId]) -> None:
+        batches = {id(row.batch): row.batch for sequence in sequences if (row := self._rows.get(sequence)) is not None}
+        for sequence in sequences:
+            row = self._rows.pop(sequence, None)
+            if row is not None:
+                self._leave(row)
+        for batch in batches.values():
+            if isinstance(batch, RaggedBatch):
+                batch.give_back()
+
+    def _leave(self, row: Row) -> None:
+        self._moves += 1
+        if row.batch is None:
+            return
+        if row.batch is self._stage and len(self._stage.rows) == 1:
+            row.batch.remove(row)
+            self._stage = RaggedBatch(self._kinds)
+        else:
+            row.batch.remove(row)
+
+    def _fail(self, row: Row, error: RowError) -> None:
+        row.error = error
+        if self._rows.get(row.sequence) is row:
+            del self._rows[row.sequence]
+            self._leave(row)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def step(self, rows: Sequence[RowStep]) -> PendingStep:
+        began = self._clock()
+        self._num_steps += 1
+        errors: dict[int, RowError] = {}
+        groups = self._groups(rows, errors)
+        for batch in {id(group.batch): group.batch for group in groups}.values():
+            batch.begin_step()
+        parts: list[Part] = []
+        for group in groups:
+            parts += self._run(group, errors)
+        scheduled = [array for part in parts for array in part.arrays()]
+        if scheduled:
+            mx.async_eval(scheduled)
+        if self._num_steps % _CLEAR_EVERY_STEPS == 0:
+            mx.clear_cache()
+        num_tokens = sum(1 if row.tokens is None else len(row.tokens) for row in rows)
+        return LmPendingStep(self, rows, parts, errors, began, num_tokens)
+
+    def _groups(self, rows: Sequence[RowStep], errors: dict[int, RowError]) -> list[Group]:
+        plain = all(step.tokens is None and step.num_samples == 1 for step in rows)
+        sequences = [step.sequence for step in rows]
+        if plain and self._repeatable is not None and self._repeatable[:2] == (sequences, self._moves):
+            return self._repeatable[2]
+        places: dict[Row, int] = {}
+        feeds: dict[Row, list[int] | None] = {}
+        for place, step in enumerate(rows):
+            try:
+                row, feed = self._checked(step)
+                if row in places:
+                    raise RowError("invalid_request", f"sequence {step.sequence} is twice in one step")
+            except RowError as error:
+                errors[place] = error
+                known = self._rows.get(step.sequence)
+                if known is not None and known not in places:
+                    self._fail(known, error)
+                continue
+            if feed is not None and step.num_samples == 0 and not self._capabilities.chunked_prefill:
+                row.owed += feed  # until the last chunk is there: this model must see a prompt in one piece
+                continue
+            places[row], feeds[row] = place, feed
+        groups: list[Group] = []
+        for batch, members in self._placed(feeds):
+            widths = [len(feed) if (feed := feeds[row]) is not None else 1 for row in members]
+            max_waste = MAX_WASTED_TOKENS if self._capabilities.padded_prefill else 0
+            for indices in width_groups(widths, max_waste):
+                chosen = [members[index] for index in indices]
+                samples = [rows[places[row]].num_samples > 0 for row in chosen]
+                groups.append(Group(batch, chosen, [places[row] for row in chosen], [feeds[row] for row in chosen], samples))
+        if plain and not errors and len(groups) == 1 and all(feed is None for feed in feeds.values()):
+            self._arrange(groups[0])
+            self._repeatable = (sequences, self._moves, groups)
+        return groups
+
+    def _checked(self, step: RowStep) -> tuple[Row, list[int] | None]:
+        """The row and what it feeds (None: the token it drew last), owed tokens included."""
+        row = self._rows.get(step.sequence)
+        if row is None:
+            raise RowError("invalid_request", f"sequence {step.sequence} is not in this engine")
+        if step.num_samples > 1:
+            raise ValueError(f"num_samples is {step.num_samples}; this engine samples at one position a step at most")
+        if step.tokens is None:
+            if row.next_draw() is not None and not row.owed and not row.must_rewind:
+                return row, None
+            row.settle()
+            if len(row.known) <= row.length:
+                raise RowError("invalid_request", f"sequence {step.sequence} has drawn no token yet; say which to feed")
+            tokens = [row.known[row.length]]
+        else:
+            tokens = list(step.tokens)
+            if not tokens:
+                raise RowError("invalid_request", f"sequence {step.sequence} feeds no token")
+            if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
+                raise RowError(
+                    "invalid_request", f"token ids {min(tokens)} to {max(tokens)} outside 0 to {self._vocabulary_size - 1}"
+                )
+        row.note_fed(tokens)
+        return row, tokens
+
+    def _placed(self, feeds: dict[Row, list[int] | None]) -> list[tuple[Batch, list[Row]]]:
+        """Put every row into the batch it is to run in."""
+        if self._stage is None:
+            for row in feeds:
+                if row.batch is None:
+                    OwnBatch(self._model, row)
+            return [(row.batch, [row]) for row in feeds if row.batch is not None]
+        stage = self._stage
+        performing = [row for row, feed in feeds.items() if feed is None or row.batch is stage]
+        preparing = [row for row in feeds if row not in set(performing)]
+        placed: list[tuple[Batch, list[Row]]] = []
+        if performing:
+            self._gather(stage, performing)
+            placed.append((stage, performing))
+        if preparing:
+            homes = [row.batch for row in preparing if isinstance(row.batch, RaggedBatch)]
+            home = max(homes, key=homes.count) if homes else RaggedBatch(self._kinds)
+            self._gather(home, preparing)
+            placed.append((home, preparing))
+        return placed
+
+    def _gather(self, batch: RaggedBatch, rows: Sequence[Row]) -> None:
+        """Move these rows into `batch`, wherever they are."""
+        fresh = [row for row in rows if row.batch is None]
+        elsewhere: dict[int, list[Row]] = {}
+        for row in rows:
+            if row.batch is not None and row.batch is not batch:
+                elsewhere.setdefault(id(row.batch), []).append(row)
+        for movers in elsewhere.values():
+            source = movers[0].batch
+            assert isinstance(source, RaggedBatch)
+            batch.take(movers, source)
+            self._moves += 1
+        if fresh:
+            batch.add_fresh(fresh)
+            self._moves += 1
+
+    def _arrange(self, group: Group) -> None:
+        """Bring the group's rows to the front of their batch and take over the batch's order."""
+        if group.batch.bring_forward(group.rows):
+            self._moves += 1
+        order = group.batch.rows[: len(group.rows)]
+        if order != group.rows:
+            group.reorder(order)
+
+    def _run(self, group: Group, errors: dict[int, RowError]) -> list[Part]:
+        """One forward of the group; if the model raises, one of each row by itself, so that only the culprit falls."""
+        self._arrange(group)
+        try:
+            logits = self._forward(group)
+        except Exception as error:
+            if len(group.rows) == 1:
+                failure = RowError("generation_failed", f"the model failed on this sequence: {type(error).__name__}: {error}")
+                errors[group.places[0]] = failure
+                self._fail(group.rows[0], failure)
+                return []
+            return [part for single in group.singles() for part in self._run(single, errors)]
+        return [self._sampled(group, logits)]
+
+    def _forward(self, group: Group) -> mx.array:
+        rows = group.rows
+        tokens = feed_array(rows) if group.widths is None else mx.array(group.padded())
+        logits = group.batch.forward(self._model, len(rows), tokens, group.real_widths)
+        for row in rows:
+            row.owed = []
+        return logits
+
+    def _sampled(self, group: Group, logits: mx.array) -> Part:
+        if not group.samplers:
+            return Part(group, None, (), (*group.batch.arrays(), group.batch.fence()))
+        positions = [row.num_cached for row in group.sampled_rows]
+        for row in group.sampled_rows:
+            if row.must_rewind:
+                row.sampler.rewind(row.known[row.prompt_length : row.num_cached])
+                row.must_rewind = False
+        drawn = draw(sampled_logits(logits, group), group.samplers, positions)
+        for index, row in enumerate(group.sampled_rows):
+            row.note_draw(positions[index], drawn.tokens, index)
+        return Part(group, drawn, positions, tuple(drawn.arrays()))
+
+    def finish(self, step: LmPendingStep) -> None:
+        """Called by a step whose result has arrived."""
+        now = self._clock()
+        self._costs.note(len(step.rows), step.num_tokens, now - max(step.began, self._last_end))
+        self._last_end = now
+
+    def fail(self, row: Row, error: RowError) -> None:
+        """Called by a step that found a row's logits not finite."""
+        self._fail(row, error)
+
+    # -- the engine as a whole ----------------------------------------------------------------------------------------
+
+    def promised_seconds(self, rows: Sequence[RowStep]) -> float:
+        return self._costs.promise(len(rows), sum(1 if row.tokens is None else len(row.tokens) for row in rows))
+
+    def cache_bytes(self) -> int:
+        batches = {id(row.batch): row.batch for row in self._rows.values() if row.batch is not None}
+        return sum(batch.nbytes() for batch in batches.values())
+
+    def active_bytes(self) -> int:
+        return int(mx.get_active_memory())
+
+    def peak_bytes(self) -> int:
+        return int(mx.get_peak_memory())
+
+    def set_compute_threads(self, threads: int) -> None:
+        blas.set_compute_threads(threads)
+
+    def close(self) -> None:
+        self._rows.clear()
+        self._repeatable = None
+        self._stage = None
+        self._model = None
+        mx.clear_cache()

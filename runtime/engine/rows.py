@@ -1,0 +1,91 @@
+"""What does the engine know of one sequence?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from runtime.engine.engine import RowError
+from runtime.engine.sampling import RowSampler
+from runtime.protocol.ids import SequenceId
+
+if TYPE_CHECKING:
+    from runtime.engine.batch import Batch
+
+Draw = tuple[int, mx.array, int]
+"""(absolute position, drawn tokens of a step [rows], index in them): a token that may still be on its way."""
+
+
+class Row:
+    """One sequence.
+
+    num_cached: tokens whose effect is in the caches. owed: tokens that count as fed but wait for the row's next forward (a
+    rollback's replay; or chunks of a prompt, in a model that must see it in one piece). known: ids by position, fed or drawn.
+    """
+
+    __slots__ = (
+        "batch",
+        "draws",
+        "epoch",
+        "error",
+        "known",
+        "must_rewind",
+        "num_cached",
+        "owed",
+        "prompt_length",
+        "sampler",
+        "sequence",
+    )
+
+    def __init__(self, sequence: SequenceId, sampler: RowSampler, prompt_length: int) -> None:
+        self.sequence = sequence
+        self.sampler = sampler
+        self.prompt_length = prompt_length
+        self.batch: Batch | None = None
+        self.num_cached = 0
+        self.owed: list[int] = []
+        self.known: list[int] = []
+        self.draws: tuple[Draw, ...] = ()
+        self.must_rewind = False
+        self.epoch = 0
+        self.error: RowError | None = None
+
+    @property
+    def length(self) -> int:
+        return self.num_cached + len(self.owed)
+
+    def note_fed(self, tokens: Sequence[int]) -> None:
+        """`tokens` are about to be fed at the present length."""
+        self.known[self.length :] = tokens
+
+    def note_draw(self, position: int, tokens: mx.array, index: int) -> None:
+        self.draws = (*self.draws[-1:], (position, tokens, index))
+
+    def note_result(self, position: int, token: int, epoch: int) -> None:
+        """The token drawn for `position` has arrived. One drawn before a truncate says nothing any more."""
+        if epoch == self.epoch and position == len(self.known):
+            self.known.append(token)
+
+    def next_draw(self) -> tuple[mx.array, int] | None:
+        """Where the token for the present length comes from, when this row has drawn it."""
+        length = self.length
+        for position, tokens, index in reversed(self.draws):
+            if position == length:
+                return tokens, index
+        return None
+
+    def settle(self) -> None:
+        """Fetch the tokens that are still on their way, so that `known` covers them. Waits for their steps."""
+        for position, tokens, index in self.draws:
+            if position == len(self.known):
+                fetched: Any = tokens.tolist()
+                self.known.append(fetched[index])
+
+    def cut(self, length: int) -> None:
+        """Forget everything after `length`, except which token was drawn for that very position. Call after `settle`."""
+        self.draws = tuple(draw for draw in self.draws if draw[0] <= length)
+        del self.known[length + 1 :]
+        self.epoch += 1
+        self.must_rewind = True
