@@ -1,0 +1,189 @@
+"""What happens in a worker from its first word to its last? Hello, Load, Ready, the loop, Stopped; or Failed on the way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+
+from runtime.engine.engine import Loaded, LoadError, Tokenizer
+from runtime.protocol.channel import EventSender, WorkerChannel, socket_path
+from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Inspect, Load, Prefill, Prepare, Release, Shutdown
+from runtime.protocol.events import Failed, Hello, LoadFailure, Loading, Ready, Refused, Released, Stopped
+from runtime.protocol.frames import FrameError
+from runtime.protocol.ids import RequestId, SequenceId
+from runtime.worker.desk import TextDesk
+from runtime.worker.heartbeat import HeartbeatThread
+from runtime.worker.log import logger
+from runtime.worker.loop import Loop
+from runtime.worker.restrictions import chat_restrictions
+from runtime.worker.status import Status
+
+LOAD_COMMAND_SECONDS: Final = 120.0
+PROGRESS_SECONDS: Final = 0.1
+FAILED_EXIT_CODE: Final = 1
+
+
+def live(directory: Path, key: str, incarnation: int, pid: int) -> int:
+    """The worker's whole life; returns its exit code. Whatever goes wrong is said to the host as `Failed`."""
+    status = Status()
+    channel = WorkerChannel(directory, key)
+    heartbeat = None
+    try:
+        channel.send(Hello(PROTOCOL_VERSION, pid, incarnation))
+        heartbeat = HeartbeatThread(channel.sender(), status)
+        load = _wait_for_load(channel)
+        if load is not None:
+            _serve(channel, load, status, heartbeat, partial(_send_garbage, directory, key), incarnation)
+        heartbeat.stop()
+        channel.send(Stopped(status.step))
+        return 0
+    except LoadError as error:
+        return _fail(channel, error.reason, str(error))
+    except MemoryError as error:
+        return _fail(channel, "out_of_memory", f"out of memory: {error}")
+    except Exception as error:  # the worker's last boundary: the host hears of it and replaces the process
+        return _fail(channel, "error", f"{type(error).__name__}: {error}")
+    finally:
+        if heartbeat is not None:
+            heartbeat.stop()
+        channel.close()
+
+
+def _serve(
+    channel: WorkerChannel, load: Load, status: Status, heartbeat: HeartbeatThread, send_garbage: Any, incarnation: int
+) -> None:
+    status.phase = "loading"
+    progress = _Progress(channel)
+    loaded = _load(load, progress, incarnation, send_garbage)
+    progress.close()
+    restrictions: tuple[str, ...] = ()
+    if loaded.tokenizer.has_chat_template:
+        restrictions = chat_restrictions(partial(_renders, loaded.tokenizer))
+    desk = TextDesk(loaded.tokenizer, channel.sender())
+    heartbeat.on_beat = desk.watch
+    try:
+        status.phase = "idle"
+        channel.send(Ready(msgspec.structs.replace(loaded.facts, chat_restrictions=restrictions)))
+        Loop(channel, loaded, load, desk, status).run()
+    finally:
+        desk.close()
+    loaded.engine.close()
+    for hook in loaded.close_hooks:
+        hook()
+
+
+def _load(load: Load, progress: _Progress, incarnation: int, send_garbage: Any) -> Loaded:
+    """Heavy imports happen here, after Hello and under the host's load deadline."""
+    if load.kind == "fake":
+        from runtime.engine import fake
+
+        return fake.load(load, progress, incarnation=incarnation, send_garbage=send_garbage)
+    progress("imports", 0, 1)
+    from runtime.engine import lm
+
+    return lm.load(load, progress)
+
+
+def _wait_for_load(channel: WorkerChannel) -> Load | None:
+    """The first command; others are refused until it comes. None: `Shutdown` came instead.
+
+    :raises LoadError: it does not come in time.
+    """
+    deadline = time.monotonic() + LOAD_COMMAND_SECONDS
+    while True:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise LoadError("error", f"no Load command came within {LOAD_COMMAND_SECONDS:g} s")
+        try:
+            command = channel.receive(remaining)
+        except FrameError as error:
+            channel.send(Refused("", "malformed", f"{error.kind}: {error}"))
+            continue
+        if isinstance(command, Load):
+            return command
+        if isinstance(command, Shutdown):
+            return None
+        if command is not None:
+            _refuse_early(channel, command)
+
+
+def _refuse_early(channel: WorkerChannel, command: AnyCommand) -> None:
+    requests: tuple[RequestId, ...] = ()
+    sequences: tuple[SequenceId, ...] = ()
+    match command:
+        case Release():
+            channel.send(Released(command.requests, command.sequences, 0))
+            return
+        case Prepare():
+            requests = (command.request,)
+        case Prefill():
+            sequences = tuple(row.sequence for row in command.rows)
+        case Inspect():
+            pass
+    name = command.__struct_config__.tag
+    channel.send(Refused(str(name), "not_ready", "no model is loaded yet; send Load first", requests, sequences))
+
+
+class _Progress:
+    """`Loading` events, at most ten a second, always those that begin or end a stage. Any thread may call it."""
+
+    def __init__(self, channel: WorkerChannel) -> None:
+        self._channel = channel
+        self._main = threading.get_ident()
+        self._other: EventSender | None = None  # downloads report from threads of their own
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._next_at = 0.0
+        self._is_closed = False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            is_wanted = stage != self._stage or now >= self._next_at or (total > 0 and done >= total)
+            if self._is_closed or not is_wanted:
+                return
+            self._stage, self._next_at = stage, now + PROGRESS_SECONDS
+            event = Loading(stage, done, total)
+            if threading.get_ident() == self._main:
+                self._channel.send(event)
+            else:
+                self._other = self._other or self._channel.sender()
+                self._other.send(event)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._other is not None:
+                self._other.close()
+
+
+def _renders(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> bool:
+    try:
+        tokenizer.render(messages, options={}, add_generation_prompt=True)
+    except Exception:  # whatever a template raises means that it refuses
+        return False
+    return True
+
+
+def _send_garbage(directory: Path, key: str) -> None:
+    """Frames that are no event: what the fake engine's fault "garbage" does."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.set(zmq.LINGER, 1000)
+        socket.connect(b"ipc://" + os.fsencode(socket_path(directory, key, "e")))  # type: ignore[arg-type]
+        socket.send_multipart([b"\xc1 scripted garbage", b"\x00\xff\xfe"])
+
+
+def _fail(channel: WorkerChannel, reason: LoadFailure, message: str) -> int:
+    """Say why this worker ends; called while handling the exception."""
+    text = traceback.format_exc()
+    logger().error("worker failed", reason=reason, message=message, traceback=text)
+    channel.send(Failed(reason, message, text))
+    return FAILED_EXIT_CODE

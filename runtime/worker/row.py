@@ -1,0 +1,153 @@
+"""What does the worker know of one sequence? Its tokens to feed, how far it may go, and its text on the way to the client.
+
+Lengths are absolute and count committed tokens, prompt and output. The last committed token need not have been fed yet.
+"""
+
+from __future__ import annotations
+
+from runtime.engine.engine import RowError, RowStep, Tokenizer
+from runtime.protocol.commands import PrefillRow
+from runtime.protocol.events import FinishReason, StepRow, TokenLogprob
+from runtime.worker.stops import StopMatcher
+
+_NO_IDS: frozenset[int] = frozenset()
+
+
+def check(start: PrefillRow, context_length: int) -> None:
+    """:raises RowError: these positions cannot be."""
+    num_known = len(start.tokens)
+    if start.first_index != 0:
+        raise RowError("invalid_request", f"first_index {start.first_index}: no earlier positions are held; send all tokens from 0")
+    if not 1 <= start.prompt_length <= num_known:
+        raise RowError("invalid_request", f"prompt_length {start.prompt_length} must be from 1 to the {num_known} tokens sent")
+    if start.prompt_length >= context_length or num_known > context_length:
+        raise RowError(
+            "context_length_exceeded",
+            f"{num_known} tokens and one to generate do not fit in the model's context of {context_length}",
+        )
+
+
+class Row:
+    """One sequence from `Prefill` until its end. Whoever holds one after `is_over` ignores what still comes for it."""
+
+    __slots__ = (
+        "_bound",
+        "_detokenizer",
+        "_ending_ids",
+        "_matcher",
+        "_silent_ids",
+        "decode_step",
+        "is_over",
+        "length",
+        "limit",
+        "max_length",
+        "num_fed",
+        "num_known",
+        "num_pending",
+        "sequence",
+        "start",
+        "tokens",
+    )
+
+    def __init__(self, start: PrefillRow, tokenizer: Tokenizer, context_length: int) -> None:
+        """`start` has passed `check`."""
+        self.start = start
+        self.sequence = start.sequence
+        self.tokens = start.tokens.tolist()
+        self.num_known = len(self.tokens)
+        self.num_fed = 0
+        self.length = self.num_known
+        self.num_pending = 0
+        """Samples of submitted steps whose results have not been taken."""
+        self.limit = start.limit
+        self.max_length = min(start.max_length, context_length)
+        self._bound = min(self.limit, self.max_length)
+        self.is_over = False
+        self.decode_step = RowStep(self.sequence, None, 1)
+        self._ending_ids = _NO_IDS if start.ignore_eos else tokenizer.eos_ids
+        self._silent_ids = tokenizer.eos_ids if start.ignore_eos else _NO_IDS
+        self._detokenizer = tokenizer.detokenizer()
+        self._matcher = StopMatcher(start.stop)
+
+    def replay(self) -> str | None:
+        """Bring text and stop state to where the earlier output ends, showing none of it. Returns the stop string it holds.
+
+        Call once, after the ids have been found to be in the vocabulary. :raises RowError: see `commit`.
+        """
+        for token in self.tokens[self.start.prompt_length :]:
+            _, matched = self._push(token)
+            if matched is not None:
+                return matched
+        return None
+
+    def num_feedable(self, *, in_chunks: bool) -> int:
+        """Context tokens that may be fed now. The last one is kept back while its sample would be beyond the limit."""
+        left = self.num_known - self.num_fed
+        if self.limit > self.num_known:
+            return left
+        return left - 1 if in_chunks else 0
+
+    def take_chunk(self, width: int) -> RowStep:
+        """The step that feeds the next `width` context tokens; the last chunk also samples the first token."""
+        begin, self.num_fed = self.num_fed, self.num_fed + width
+        is_last = self.num_fed == self.num_known
+        step = RowStep(self.sequence, self.tokens[begin : self.num_fed], 1 if is_last else 0)
+        if is_last:
+            self.num_pending = 1
+            self.tokens = []
+        return step
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Its whole context has been submitted."""
+        return self.num_fed == self.num_known
+
+    def can_decode(self) -> bool:
+        """Another sample is within what is granted, counting those under way."""
+        return self.length + self.num_pending < self._bound
+
+    def is_parked(self) -> bool:
+        return self.length >= self.limit
+
+    def grant(self, limit: int) -> None:
+        """A lower or repeated limit is ignored."""
+        if limit > self.limit:
+            self.limit = limit
+            self._bound = min(limit, self.max_length)
+
+    def commit(self, token: int, logprobs: tuple[TokenLogprob, ...]) -> StepRow:
+        """Take the next sampled token. `is_over` afterwards when it ended the sequence.
+
+        :raises RowError: the detokenizer fails on it.
+        """
+        index = self.length
+        if token in self._ending_ids:
+            return self.end("stop", index, (), "", ())
+        self.length = index + 1
+        text, matched = self._push(token)
+        if matched is not None:
+            self.is_over = True
+            return StepRow(self.sequence, index, (token,), text, "stop", matched, logprobs)
+        if self.length >= self.max_length:
+            return self.end("length", index, (token,), text, logprobs)
+        return StepRow(self.sequence, index, (token,), text, None, None, logprobs)
+
+    def end(
+        self, reason: FinishReason, index: int, tokens: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...]
+    ) -> StepRow:
+        """End it and let go of the text held back, which may still turn out to be a stop string."""
+        self.is_over = True
+        tail, matched = self._matcher.push(self._detokenizer.flush())
+        if matched is None:
+            held, matched = self._matcher.flush()
+            tail += held
+        return StepRow(self.sequence, index, tokens, text + tail, reason if matched is None else "stop", matched, logprobs)
+
+    def _push(self, token: int) -> tuple[str, str | None]:
+        if token in self._silent_ids:
+            return "", None
+        try:
+            text = self._detokenizer.push(token)
+        except Exception as error:  # a checkpoint's tokenizer is foreign code; its fault is this row's alone
+            raise RowError("generation_failed", f"token {token} has no text: {error!r}") from error
+        return self._matcher.push(text)
