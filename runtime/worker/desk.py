@@ -31,8 +31,8 @@ MAX_STUCK_THREADS: Final = 3
 MAX_PREPARING: Final = 8192
 
 
-class _Abandoned(BaseException):
-    """Sent into a stuck text thread to end it; no template's `except Exception` stops it."""
+class _Abandoned(SystemExit):
+    """Sent into a stuck text thread to end it quietly; no template's `except Exception` stops it."""
 
 
 @dataclass(slots=True, eq=False)
