@@ -21,7 +21,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-import runtime
 from runtime import store
 from runtime.catalog import Fetchable, catalog
 from runtime.children import run_guarded
@@ -143,7 +142,7 @@ async def _converted(item: Fetchable, gguf: Path, build: Path, progress: Progres
     try:
         # Run from the directory that holds our package: -m looks there first, and the caller's may hold another "runtime".
         code, tail = await run_guarded(
-            command, deadline_seconds=_CONVERT_SECONDS, on_line=on_line, directory=Path(runtime.__path__[0]).parent
+            command, deadline_seconds=_CONVERT_SECONDS, on_line=on_line, directory=Path(__file__).parent.parent
         )
     except TimeoutError as error:
         message = f"the conversion took longer than {_CONVERT_SECONDS:.0f} s and was ended; try again on a less busy machine"

@@ -1,0 +1,69 @@
+"""How does progress look on stderr: moving bars on a terminal, a few plain lines anywhere else?"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+BYTE_STAGES = frozenset({"download", "verify"})
+_LINE_STEPS = 4
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+class Bars:
+    """One bar for each (subject, stage). `with Bars() as bars: bars.update("smollm2-135m", "download", 10, 100)`."""
+
+    def __init__(self) -> None:
+        self._lines = Lines()
+        self._progress: Progress | None = None
+        self._tasks: dict[tuple[str, str], TaskID] = {}
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+            columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()]
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, subject: str, stage: str, done: int, total: int) -> None:
+        """`total` 0: unknown."""
+        if self._progress is None:
+            for line in self._lines.update(subject, stage, done, total):
+                print(line, file=sys.stderr, flush=True)
+            return
+        task = self._tasks.get((subject, stage))
+        if task is None:
+            task = self._tasks[subject, stage] = self._progress.add_task(f"{subject}: {stage}", total=total or None)
+        self._progress.update(task, completed=done, total=total or None)
+
+
+class Lines:
+    """Thins progress out to plain lines: one when a stage begins and one for each quarter of it."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, str], int] = {}
+
+    def update(self, subject: str, stage: str, done: int, total: int) -> list[str]:
+        step = done * _LINE_STEPS // total if total else 0
+        if self._shown.get((subject, stage), -1) >= step:
+            return []
+        self._shown[subject, stage] = step
+        if not total:
+            return [f"{subject}: {stage}"]
+        if stage in BYTE_STAGES:
+            return [f"{subject}: {stage} {megabytes(done)} of {megabytes(total)}"]
+        return [f"{subject}: {stage} {done} of {total}"]

@@ -1,0 +1,69 @@
+"""What can be said on the command line?"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+class Version(argparse.Action):
+    """Looks the version up only when asked: the look-up costs more than all the rest of the parsing."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"troupe {version('mlx-troupe')}")
+        parser.exit()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """`command` of the result is the module of `runtime.cli` that carries it out."""
+    parser = argparse.ArgumentParser(prog="troupe", description="Several MLX language models side by side on one machine.")
+    parser.add_argument("--version", action=Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _run(commands.add_parser("run", help="load a model and stream its answer to one prompt"))
+    _demo(commands.add_parser("demo", help="two real models, three tenants, a live view and the proof that it is real"))
+    _models(commands.add_parser("models", help="fetched models: list, fetch, rm"))
+    _doctor(commands.add_parser("doctor", help="what this machine can do, what is missing, and the command that mends it"))
+    return parser.parse_args(arguments)
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="run")
+    parser.add_argument(
+        "model", metavar="MODEL", help="a fetchable model's name (fetched when needed), a checkpoint directory, or a hub id"
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help="what to ask; - reads it from standard input")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it stands, without the chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
+    parser.add_argument("--blas", choices=["auto", "reference"], default="auto", help="linear algebra of CPU workers")
+    parser.add_argument("--revision", metavar="NAME", help="of a hub id")
+    parser.add_argument("--trust-remote-code", action="store_true", help="let a checkpoint bring its own Python code")
+    sampling = parser.add_argument_group("sampling", "ranges are checked before anything is loaded")
+    for option in ("max-tokens", "top-k", "seed"):
+        sampling.add_argument(f"--{option}", type=int, metavar="N")
+    for option in ("temperature", "top-p", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"):
+        sampling.add_argument(f"--{option}", type=float, metavar="X")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end token")
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="demo")
+
+
+def _models(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="models")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="show what has been fetched")
+    listing.add_argument("--json", action="store_true", help="print a JSON list of {name, path, bytes}")
+    fetching = actions.add_parser("fetch", help="download, verify and convert models")
+    fetching.add_argument("names", nargs="+", metavar="NAME")
+    removing = actions.add_parser("rm", help="remove a fetched model")
+    removing.add_argument("names", nargs="+", metavar="NAME")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="doctor")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
