@@ -38,6 +38,10 @@ class Batch(Protocol):
 
     def remove(self, row: Row) -> None: ...
 
+    def give_back(self) -> None:
+        """Return memory that rows which left no longer need."""
+        ...
+
     def rewind(self, row: Row, length: int) -> list[int] | None:
         """Go back so that at most `length` tokens are cached. Gives the tokens owed to reach `length`, None if impossible."""
         ...
@@ -161,7 +165,6 @@ class RaggedBatch:
         row.batch = None
 
     def give_back(self) -> None:
-        """Return memory that rows which left no longer need."""
         if self.rows:
             lengths = [row.num_cached for row in self.rows]
             for family in self._families:
@@ -232,6 +235,9 @@ class OwnBatch:
     def remove(self, row: Row) -> None:
         self.rows.remove(row)
         row.batch = None
+
+    def give_back(self) -> None:
+        pass
 
     def rewind(self, row: Row, length: int) -> list[int] | None:
         return [] if length == row.num_cached else None

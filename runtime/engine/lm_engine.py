@@ -1,7 +1,6 @@
 """The Engine on mlx and mlx-lm: how does a step of rows become forwards of the model?
 
-Rows that decode live together in one batch, the stage. Rows that are still being prefilled share a batch of their own and move
-to the stage with the first token they feed themselves. Which rows may share a forward follows from what the self-test proved.
+Where rows live is `placing`'s business, which rows may share a forward follows from what the self-test proved.
 
 Everything is lazy until `result`: a step may be built on tokens that are still being computed, and while it is, rows may
 join, leave and be truncated.
@@ -16,13 +15,13 @@ from typing import Any
 import mlx.core as mx
 
 from runtime.engine import blas
-from runtime.engine.batch import Batch, OwnBatch, RaggedBatch
 from runtime.engine.costs import StepCosts
 from runtime.engine.engine import PendingStep, RowError, RowStep
 from runtime.engine.forward import Group, feed_array, sampled_logits
 from runtime.engine.grouping import MAX_WASTED_TOKENS, width_groups
 from runtime.engine.layers import Kind
 from runtime.engine.pending import LmPendingStep, Part
+from runtime.engine.placing import Places
 from runtime.engine.rows import Row
 from runtime.engine.sampling import RowSampler, draw
 from runtime.protocol.commands import Sampling
@@ -50,18 +49,16 @@ class LmEngine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
-        self._kinds = kinds
         self._capabilities = capabilities
         self._vocabulary_size = vocabulary_size
         self._context_length = context_length
         self._clock = clock
         self._rows: dict[SequenceId, Row] = {}
-        self._stage = RaggedBatch(kinds) if capabilities.batched_decode else None
+        self._places = Places(model, kinds, is_batched=capabilities.batched_decode)
         self._costs = StepCosts()
         self._num_steps = 0
         self._last_end = 0.0
         # A decode step of the same rows as the one before reuses its groups, unless something moved in between.
-        self._moves = 0
         self._repeatable: tuple[list[SequenceId], int, list[Group]] | None = None
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -100,33 +97,18 @@ class LmEngine:
         else:
             del row.owed[length - row.num_cached :]
         row.cut(length)
-        self._moves += 1
+        self._places.moves += 1
 
     def release(self, sequences: Sequence[SequenceId]) -> None:
-        batches = {id(row.batch): row.batch for sequence in sequences if (row := self._rows.get(sequence)) is not None}
-        for sequence in sequences:
-            row = self._rows.pop(sequence, None)
-            if row is not None:
-                self._leave(row)
-        for batch in batches.values():
-            if isinstance(batch, RaggedBatch):
-                batch.give_back()
-
-    def _leave(self, row: Row) -> None:
-        self._moves += 1
-        if row.batch is None:
-            return
-        if row.batch is self._stage and len(self._stage.rows) == 1:
-            row.batch.remove(row)
-            self._stage = RaggedBatch(self._kinds)
-        else:
-            row.batch.remove(row)
+        leaving = [row for sequence in sequences if (row := self._rows.pop(sequence, None)) is not None]
+        if leaving:
+            self._places.leave(leaving)
 
     def _fail(self, row: Row, error: RowError) -> None:
         row.error = error
         if self._rows.get(row.sequence) is row:
             del self._rows[row.sequence]
-            self._leave(row)
+            self._places.leave([row])
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +133,7 @@ class LmEngine:
     def _groups(self, rows: Sequence[RowStep], errors: dict[int, RowError]) -> list[Group]:
         plain = all(step.tokens is None and step.num_samples == 1 for step in rows)
         sequences = [step.sequence for step in rows]
-        if plain and self._repeatable is not None and self._repeatable[:2] == (sequences, self._moves):
+        if plain and self._repeatable is not None and self._repeatable[:2] == (sequences, self._places.moves):
             return self._repeatable[2]
         places: dict[Row, int] = {}
         feeds: dict[Row, list[int] | None] = {}
@@ -171,16 +153,16 @@ class LmEngine:
                 continue
             places[row], feeds[row] = place, feed
         groups: list[Group] = []
-        for batch, members in self._placed(feeds):
-            widths = [len(feed) if (feed := feeds[row]) is not None else 1 for row in members]
+        for batch, members in self._places.place(feeds):
+            widths = [len(row.owed) + (1 if (feed := feeds[row]) is None else len(feed)) for row in members]
             max_waste = MAX_WASTED_TOKENS if self._capabilities.padded_prefill else 0
             for indices in width_groups(widths, max_waste):
                 chosen = [members[index] for index in indices]
                 samples = [rows[places[row]].num_samples > 0 for row in chosen]
                 groups.append(Group(batch, chosen, [places[row] for row in chosen], [feeds[row] for row in chosen], samples))
         if plain and not errors and len(groups) == 1 and all(feed is None for feed in feeds.values()):
-            self._arrange(groups[0])
-            self._repeatable = (sequences, self._moves, groups)
+            self._places.arrange(groups[0])
+            self._repeatable = (sequences, self._places.moves, groups)
         return groups
 
     def _checked(self, step: RowStep) -> tuple[Row, list[int] | None]:
@@ -202,60 +184,14 @@ class LmEngine:
             if not tokens:
                 raise RowError("invalid_request", f"sequence {step.sequence} feeds no token")
             if min(tokens) < 0 or max(tokens) >= self._vocabulary_size:
-                raise RowError(
-                    "invalid_request", f"token ids {min(tokens)} to {max(tokens)} outside 0 to {self._vocabulary_size - 1}"
-                )
+                outside = min(tokens) if min(tokens) < 0 else max(tokens)
+                raise RowError("invalid_request", f"token id {outside} is outside the vocabulary, 0 to {self._vocabulary_size - 1}")
         row.note_fed(tokens)
         return row, tokens
 
-    def _placed(self, feeds: dict[Row, list[int] | None]) -> list[tuple[Batch, list[Row]]]:
-        """Put every row into the batch it is to run in."""
-        if self._stage is None:
-            for row in feeds:
-                if row.batch is None:
-                    OwnBatch(self._model, row)
-            return [(row.batch, [row]) for row in feeds if row.batch is not None]
-        stage = self._stage
-        performing = [row for row, feed in feeds.items() if feed is None or row.batch is stage]
-        preparing = [row for row in feeds if row not in set(performing)]
-        placed: list[tuple[Batch, list[Row]]] = []
-        if performing:
-            self._gather(stage, performing)
-            placed.append((stage, performing))
-        if preparing:
-            homes = [row.batch for row in preparing if isinstance(row.batch, RaggedBatch)]
-            home = max(homes, key=homes.count) if homes else RaggedBatch(self._kinds)
-            self._gather(home, preparing)
-            placed.append((home, preparing))
-        return placed
-
-    def _gather(self, batch: RaggedBatch, rows: Sequence[Row]) -> None:
-        """Move these rows into `batch`, wherever they are."""
-        fresh = [row for row in rows if row.batch is None]
-        elsewhere: dict[int, list[Row]] = {}
-        for row in rows:
-            if row.batch is not None and row.batch is not batch:
-                elsewhere.setdefault(id(row.batch), []).append(row)
-        for movers in elsewhere.values():
-            source = movers[0].batch
-            assert isinstance(source, RaggedBatch)
-            batch.take(movers, source)
-            self._moves += 1
-        if fresh:
-            batch.add_fresh(fresh)
-            self._moves += 1
-
-    def _arrange(self, group: Group) -> None:
-        """Bring the group's rows to the front of their batch and take over the batch's order."""
-        if group.batch.bring_forward(group.rows):
-            self._moves += 1
-        order = group.batch.rows[: len(group.rows)]
-        if order != group.rows:
-            group.reorder(order)
-
     def _run(self, group: Group, errors: dict[int, RowError]) -> list[Part]:
         """One forward of the group; if the model raises, one of each row by itself, so that only the culprit falls."""
-        self._arrange(group)
+        self._places.arrange(group)
         try:
             logits = self._forward(group)
         except Exception as error:
@@ -319,6 +255,5 @@ class LmEngine:
     def close(self) -> None:
         self._rows.clear()
         self._repeatable = None
-        self._stage = None
         self._model = None
         mx.clear_cache()

@@ -1,0 +1,254 @@
+"""What can this model's caches really do? Tried out at load, on a few made-up tokens.
+
+Several model families look as if their rows could share a forward, and silently compute something else when they do (a padded
+row of mamba, for one). So nothing is believed of a model that it has not shown here: each proof feeds three sequences of
+different lengths in some manner and compares the logits with those of the whole sequence fed alone, in one piece, with the
+model's own caches. What fails is switched off with a note; one row at a time with the model's own caches always remains.
+
+Where a matrix product gives a row the same bits in any company (the canary) and all layers are attention, equality must be
+exact, elsewhere within a tolerance far below what a wrong mask or a foreign state does.
+
+Proved: joining, leaving, padding, chunks, going back, and the sight limit of windows up to `LONGEST_PROVED_WINDOW` positions.
+A larger window's edge lies beyond what may be spent at load.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from runtime.engine import blas
+from runtime.engine.batch import Batch, OwnBatch, RaggedBatch
+from runtime.engine.costs import StepCosts
+from runtime.engine.grouping import width_groups
+from runtime.engine.layers import Attention, Kind, Unknown, flattened
+from runtime.engine.rows import Row
+from runtime.engine.sampling import RowSampler
+from runtime.protocol.commands import Sampling
+from runtime.protocol.events import Capabilities
+from runtime.protocol.ids import SequenceId
+
+LONGEST_PROVED_WINDOW = 64
+"""Sliding windows up to this are passed by the longest sequence."""
+
+_NUM_CONTINUED = 8
+"""Tokens each sequence goes on after its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    capabilities: Capabilities
+    logits_width: int
+
+
+class _Disproof(Exception):
+    """What a proof saw that should not be."""
+
+
+def prove(model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts | None = None) -> Proof:
+    """Run all proofs. Takes about 15 forwards of a few tokens; `costs` learns what they took.
+
+    :raises Exception: whatever the model raises when it runs a single row with its own caches.
+    """
+    return _SelfTest(model, kinds, vocabulary_size, costs or StepCosts()).run()
+
+
+class _SelfTest:
+    def __init__(self, model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts) -> None:
+        self._model = model
+        self._kinds = kinds
+        self._costs = costs
+        flat = flattened(kinds)
+        self._unknown = [kind.name for kind in flat if isinstance(kind, Unknown)]
+        self._is_exact = all(isinstance(kind, Attention) for kind in flat) and blas.is_exact_over_batch_shapes()
+        windows = [kind.window for kind in flat if isinstance(kind, Attention) and kind.window is not None]
+        passed = [window for window in windows if window <= LONGEST_PROVED_WINDOW]
+        generator = random.Random(20)
+        self._num_prompt = (7, max([12, *(window + 9 for window in passed)]), 4)
+        self._ids = [[generator.randrange(vocabulary_size) for _ in range(num + _NUM_CONTINUED)] for num in self._num_prompt]
+        self._expected: list[mx.array] = []
+        self._proved: RaggedBatch | None = None
+
+    def run(self) -> Proof:
+        self._expected = [self._alone(ids) for ids in self._ids]
+        self._trial = _Trial(self._model, self._ids, self._expected, self._is_exact, self._costs)
+        notes: list[str] = []
+        batched = chunked = padded = goes_back = False
+        if self._unknown:
+            notes.append(f"runs one row at a time: no batched form of cache class {self._unknown[0]}")
+        else:
+            chunked = self._holds("chunked prefill of a batched row", self._prove_chunked, notes)
+            batched = self._holds("batched decode", self._prove_batched, notes)
+        if batched:
+            padded = self._holds("right-padded prefill", self._prove_padded, notes)
+            goes_back = self._holds("rollback", lambda: self._prove_rollback(padded), notes)
+        else:
+            # Rows then run in the model's own caches, so chunks have to be proved with these.
+            chunked = self._holds("chunked prefill", self._prove_chunked_alone, notes)
+        rollback: Literal["free", "replay", "none"] = "none"
+        if goes_back:
+            rollback = "free" if all(isinstance(kind, Attention) for kind in flattened(self._kinds)) else "replay"
+        capabilities = Capabilities(
+            batched_decode=batched, padded_prefill=padded, chunked_prefill=chunked, rollback=rollback, notes=tuple(notes)
+        )
+        return Proof(capabilities, self._expected[0].shape[-1])
+
+    def _holds(self, what: str, proof: Callable[[], None], notes: list[str]) -> bool:
+        try:
+            proof()
+        except _Disproof as disproof:
+            notes.append(f"{what} is off: {disproof}")
+        except Exception as error:  # a model that raises here still runs without the feature
+            notes.append(f"{what} is off: the model raised {type(error).__name__}: {error}")
+        else:
+            return True
+        return False
+
+    def _alone(self, ids: Sequence[int]) -> mx.array:
+        began = time.perf_counter()
+        logits: mx.array = self._model(mx.array([ids]), cache=make_prompt_cache(self._model))[0]
+        mx.eval(logits)
+        self._costs.note(1, len(ids), time.perf_counter() - began)
+        return logits
+
+    # -- proofs: each leaves its rows in `self._proved` for the next to go on with (forwards are dear) -------------------
+
+    def _prove_chunked(self) -> None:
+        """The longest prompt in two chunks."""
+        row = self._trial.row(1)
+        batch = self._batch_of([row])
+        self._feed_in_chunks(batch, row)
+        self._proved = batch
+
+    def _prove_chunked_alone(self) -> None:
+        row = self._trial.row(1)
+        self._feed_in_chunks(OwnBatch(self._model, row), row)
+
+    def _feed_in_chunks(self, batch: Batch, row: Row) -> None:
+        first = self._num_prompt[1] // 2
+        self._trial.feed(batch, {row: first})
+        self._trial.feed(batch, {row: self._num_prompt[1] - first})
+
+    def _prove_batched(self) -> None:
+        """Two rows decode together, a third joins them, one leaves, one pauses: all as if alone."""
+        late_batch, self._proved = self._proved, None
+        if late_batch is None:
+            late_batch = self._batch_of([self._trial.row(1)])
+            self._trial.feed(late_batch, {late_batch.rows[0]: self._num_prompt[1]})
+        late = late_batch.rows[0]
+        stage = RaggedBatch(self._kinds)
+        early = [self._trial.row(0), self._trial.row(2)]
+        for row in early:
+            batch = self._batch_of([row])
+            self._trial.feed(batch, {row: self._num_prompt[row.sequence]})
+            stage.take([row], batch)
+        self._trial.feed(stage, dict.fromkeys(early, 1))
+        stage.take([late], late_batch)
+        self._trial.feed(stage, dict.fromkeys([*early, late], 1))
+        stage.remove(early[0])
+        self._trial.feed(stage, {late: 1})
+        self._trial.feed(stage, {late: 1, early[1]: 1})
+        self._proved = stage
+
+    def _prove_padded(self) -> None:
+        """Three prompts of different lengths in one forward, padded on the right, then blocks of different widths."""
+        rows = [self._trial.row(number) for number in range(3)]
+        batch = self._batch_of(rows)
+        self._trial.feed(batch, {row: self._num_prompt[row.sequence] - 1 for row in rows})
+        self._trial.feed(batch, {rows[0]: 3, rows[1]: 1, rows[2]: 2})
+        self._proved = batch
+
+    def _prove_rollback(self, is_padded: bool) -> None:
+        """Feed rows tokens that do not belong to them, go back by different counts, and go on as if they had never been fed."""
+        batch = self._proved
+        assert batch is not None
+        kept = {row: index for index, row in enumerate(batch.rows)}
+        lengths = {row: row.length + num_kept for row, num_kept in kept.items()}
+        self._trial.feed(batch, dict.fromkeys(kept, 3), wrong_from=kept)
+        for row, length in lengths.items():
+            owed = batch.rewind(row, length)
+            if owed is None:
+                raise _Disproof(f"a row could not go back from {row.length} to {length} tokens")
+            row.owed = owed
+            row.cut(length)
+        self._trial.feed(batch, dict.fromkeys(kept, 1), is_padded=is_padded)
+
+    def _batch_of(self, rows: Sequence[Row]) -> RaggedBatch:
+        batch = RaggedBatch(self._kinds)
+        batch.add_fresh(rows)
+        return batch
+
+
+class _Trial:
+    """Feeds rows in whatever company and compares every logit with the expected one."""
+
+    def __init__(self, model: Any, ids: list[list[int]], expected: list[mx.array], is_exact: bool, costs: StepCosts) -> None:
+        self._model, self._ids, self._expected, self._is_exact, self._costs = model, ids, expected, is_exact, costs
+
+    def row(self, number: int) -> Row:
+        return Row(SequenceId(number), RowSampler(Sampling(), self._expected[0].shape[-1], prompt=(), output=()), 0)
+
+    def feed(
+        self, batch: Batch, widths: dict[Row, int], *, is_padded: bool = True, wrong_from: dict[Row, int] | None = None
+    ) -> None:
+        """Each row goes on by `widths[row]` of its own tokens; from `wrong_from[row]` on by others, whose logits do not count.
+
+        :raises _Disproof: a logit is not what it should be.
+        """
+        batch.begin_step()
+        feeds: dict[Row, list[int]] = {}
+        for row, width in widths.items():
+            ids = self._ids[row.sequence][row.length : row.length + width]
+            if wrong_from is not None:
+                ids = [token if index < wrong_from[row] else self._ids[0][index] for index, token in enumerate(ids)]
+            row.note_fed(ids)
+            feeds[row] = row.owed + ids
+        members = list(feeds)
+        # Up to any waste: rows are to share a forward here, unless padding is already known to fail.
+        waste = sum(map(len, feeds.values())) * len(members) if is_padded else 0
+        for indices in width_groups([len(feeds[row]) for row in members], waste):
+            self._forward(batch, {members[index]: feeds[members[index]] for index in indices}, wrong_from or {})
+
+    def _forward(self, batch: Batch, feeds: dict[Row, list[int]], wrong_from: dict[Row, int]) -> None:
+        batch.bring_forward(list(feeds))
+        rows = batch.rows[: len(feeds)]
+        widths = [len(feeds[row]) for row in rows]
+        widest = max(widths)
+        starts = {row: row.num_cached for row in rows}
+        tokens = mx.array([feeds[row] + feeds[row][-1:] * (widest - len(feeds[row])) for row in rows])
+        began = time.perf_counter()
+        logits = batch.forward(self._model, len(rows), tokens, None if min(widths) == widest else widths)
+        mx.eval(logits)
+        self._costs.note(len(rows), widest * len(rows), time.perf_counter() - began)
+        for index, row in enumerate(rows):
+            row.owed = []
+            num = wrong_from.get(row, widths[index])
+            if num:
+                expected = self._expected[row.sequence][starts[row] : starts[row] + num]
+                self._compare(expected, logits[index, :num], f"{len(rows)} rows of {widths} tokens")
+
+    def _compare(self, expected: mx.array, got: mx.array, manner: str) -> None:
+        expected, got = expected.astype(mx.float32), got.astype(mx.float32)
+        if self._is_exact:
+            if not mx.array_equal(expected, got).item():
+                raise _Disproof(f"logits differ by {_largest(expected - got):.3g} where they should be equal ({manner})")
+            return
+        tolerance = self._tolerance() * _largest(expected)
+        difference = _largest(expected - got)
+        if not difference <= tolerance:  # also when it is no number
+            raise _Disproof(f"logits differ by {difference:.3g}, more than {tolerance:.3g} ({manner})")
+
+    def _tolerance(self) -> float:
+        """Relative to the largest logit. A wrong mask or state shows as a tenth or more, rounding as far less."""
+        return 1e-3 if self._expected[0].dtype == mx.float32 else 5e-2
+
+
+def _largest(values: mx.array) -> float:
+    largest: Any = mx.max(mx.abs(values)).item()
+    return float(largest)
