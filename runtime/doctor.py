@@ -24,6 +24,9 @@ from runtime.errors import FetchFailed
 MIN_OPEN_FILES = 256
 """A worker costs the host about a dozen descriptors (sockets, pipes)."""
 
+MIN_FREE_BYTES = 1 << 30
+"""The fetchable model takes up to 0.9 GiB while it is converted."""
+
 PACKAGES = ("mlx", "mlx-lm", "msgspec", "pyzmq", "anyio")
 
 _PROBE_SECONDS = 60.0
@@ -82,7 +85,7 @@ def _package(name: str) -> Finding:
 async def _device() -> Finding:
     """Whether MLX computes, asked of a child: the host side never imports it, and a broken install must not end us."""
     try:
-        code, tail = await run_guarded([sys.executable, "-c", _MLX_PROBE], deadline_seconds=_PROBE_SECONDS)
+        code, tail = await run_guarded([sys.executable, "-P", "-c", _MLX_PROBE], deadline_seconds=_PROBE_SECONDS)
     except TimeoutError:
         code, tail = -1, f"no answer within {_PROBE_SECONDS:.0f} s"
     last = tail.splitlines()[-1] if tail else "no output"
@@ -115,8 +118,11 @@ def _home(home: Path) -> list[Finding]:
     while not standing.exists():
         standing = standing.parent
     free = shutil.disk_usage(standing).free
-    fine = standing.is_dir() and os.access(standing, os.W_OK | os.X_OK)
-    remedy = None if fine else f"make {standing} a directory you can write to, or set TROUPE_HOME to one"
+    remedy = None
+    if not (standing.is_dir() and os.access(standing, os.W_OK | os.X_OK)):
+        remedy = f"make {standing} a directory you can write to, or set TROUPE_HOME to one"
+    elif free < MIN_FREE_BYTES:
+        remedy = "make room there, or set TROUPE_HOME to a directory on a larger disk"
     names = (
         ", ".join(model.manifest.name for model in store.list_models(home))
         or "none yet; 'troupe models fetch smollm2-135m' gets one"

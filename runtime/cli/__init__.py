@@ -69,7 +69,8 @@ def _run(command: str, options: object) -> int:
     structlog.configure(
         logger_factory=structlog.PrintLoggerFactory(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(WARNING)
     )
-    return anyio.run(partial(import_module(f"runtime.cli.{command}").main, options))
+    code: int = anyio.run(partial(import_module(f"runtime.cli.{command}").main, options))
+    return code
 
 
 def _silence_stdout() -> None:

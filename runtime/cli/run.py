@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -71,9 +71,11 @@ def request_of(options: argparse.Namespace, prompt: str) -> GenerateOptions:
     if options.raw:
         if options.system is not None:
             raise InvalidRequest("--system", "needs the chat template, which --raw leaves out; give one of them")
-        return GenerateOptions(prompt=prompt, **asked)
-    system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return GenerateOptions(messages=[*system, {"role": "user", "content": prompt}], **asked)
+        asked["prompt"] = prompt
+    else:
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        asked["messages"] = [*system, {"role": "user", "content": prompt}]
+    return cast(GenerateOptions, asked)
 
 
 async def load_with_bars(rt: Runtime, *specs: ModelSpec) -> None:
