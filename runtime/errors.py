@@ -18,6 +18,7 @@
     │   ├── WorkerUnresponsive  the worker missed a deadline and was ended
     │   └── ProtocolMismatch    the worker speaks another protocol version
     ├── FetchFailed             a model could not be fetched or converted
+    ├── RunDirectoryError       no directory can hold the workers' sockets (names what was tried)
     └── RuntimeClosed           the Runtime is closing or closed
 
 Each error carries `code`, a stable snake_case word for programs, and a message for people that names
@@ -189,6 +190,17 @@ class FetchFailed(TroupeError):
         super().__init__(f"fetching {name!r}: {message}")
         self.name = name
         self.reason = reason
+
+
+class RunDirectoryError(TroupeError):
+    """`tried` holds (directory, why not) pairs."""
+
+    code = "run_directory"
+
+    def __init__(self, tried: tuple[tuple[str, str], ...]) -> None:
+        listing = "; ".join(f"{directory}: {why}" for directory, why in tried)
+        super().__init__(f"no directory can hold the workers' sockets ({listing}); set TMPDIR to a short, writable one")
+        self.tried = tried
 
 
 class RuntimeClosed(TroupeError):
