@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from runtime import store
+from runtime.actors.blas import choose_blas
 from runtime.children import run_guarded
 from runtime.download import find_pip
 from runtime.errors import FetchFailed
@@ -51,7 +52,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 async def examine(home: Path) -> list[Finding]:
     """Every finding, in the order a person wants to read them."""
     findings = [_system(), _python(), *map(_package, PACKAGES)]
-    findings.append(await _device())
+    findings.extend([await _device(), await _blas()])
     findings.extend([_cores(), _memory(), _open_files(), *_home(home), _temporary_directory()])
     findings.append(await _pip())
     return findings
@@ -95,6 +96,18 @@ async def _device() -> Finding:
         return Finding(name="device", value=f"MLX does not compute: {last}", remedy=remedy)
     device, metal = last.split()
     return Finding(name="device", value=f"{device}, {'Metal' if metal == 'metal' else 'without Metal'}")
+
+
+async def _blas() -> Finding:
+    """What CPU workers will multiply with, decided as for them. The reference BLAS is right, but many times slower."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="troupe-doctor-") as directory:
+            choice = await choose_blas("auto", Path(directory))
+    except OSError as error:
+        return Finding(name="blas", value=f"cannot be tried: {error}", remedy="set TMPDIR to a directory you can write to")
+    value = f"{choice.name}: {choice.reason}"
+    remedy = f"{sys.executable} -m pip install cmeel-openblas" if choice.name == "reference" else None
+    return Finding(name="blas", value=value, remedy=remedy)
 
 
 def _cores() -> Finding:
