@@ -1,1 +1,148 @@
-"""mlx-troupe: several language models side by side, each in its own process, driven from async Python."""
+"""mlx-troupe: several language models side by side, each in its own process, driven from async Python.
+
+    async with runtime.Runtime() as rt:
+        await rt.load(runtime.ModelSpec("chat", path="…"))
+        answer = await rt.tenant("notes").generate("chat", prompt="The capital of France is", max_tokens=8)
+
+The names below are the whole public face. Each is imported when it is first used: a worker process, whose package is this
+one too, needs none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.client import Stream, Tenant
+    from runtime.completion import Completion, Finished, StreamEvent, TextDelta, Usage
+    from runtime.config import ModelSpec, Settings, TenantSpec
+    from runtime.errors import (
+        AdmissionError,
+        ContextTooLong,
+        DeadlineExceeded,
+        ExitReport,
+        FetchFailed,
+        GenerationFailed,
+        InvalidRequest,
+        ModelError,
+        ModelLoadFailed,
+        ModelNotLoaded,
+        ModelUnavailable,
+        Overloaded,
+        ProtocolMismatch,
+        RequestError,
+        RuntimeClosed,
+        TenantLimitReached,
+        TroupeError,
+        WorkerCrashed,
+        WorkerError,
+        WorkerUnresponsive,
+    )
+    from runtime.host import Runtime
+    from runtime.info import ModelInfo, RuntimeStats, WorkerStats
+    from runtime.options import GenerateOptions
+    from runtime.protocol.events import Capabilities, WorkerReport
+    from runtime.watch import (
+        LoadProgress,
+        ModelStateChanged,
+        RequestEnded,
+        RequestQueued,
+        Watch,
+        WatchEvent,
+        WorkerDied,
+    )
+
+_HOMES = {
+    "client": ("Stream", "Tenant"),
+    "completion": ("Completion", "Finished", "StreamEvent", "TextDelta", "Usage"),
+    "config": ("ModelSpec", "Settings", "TenantSpec"),
+    "errors": (
+        "AdmissionError",
+        "ContextTooLong",
+        "DeadlineExceeded",
+        "ExitReport",
+        "FetchFailed",
+        "GenerationFailed",
+        "InvalidRequest",
+        "ModelError",
+        "ModelLoadFailed",
+        "ModelNotLoaded",
+        "ModelUnavailable",
+        "Overloaded",
+        "ProtocolMismatch",
+        "RequestError",
+        "RuntimeClosed",
+        "TenantLimitReached",
+        "TroupeError",
+        "WorkerCrashed",
+        "WorkerError",
+        "WorkerUnresponsive",
+    ),
+    "host": ("Runtime",),
+    "info": ("ModelInfo", "RuntimeStats", "WorkerStats"),
+    "options": ("GenerateOptions",),
+    "protocol.events": ("Capabilities", "WorkerReport"),
+    "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AdmissionError",
+    "Capabilities",
+    "Completion",
+    "ContextTooLong",
+    "DeadlineExceeded",
+    "ExitReport",
+    "FetchFailed",
+    "Finished",
+    "GenerateOptions",
+    "GenerationFailed",
+    "InvalidRequest",
+    "LoadProgress",
+    "ModelError",
+    "ModelInfo",
+    "ModelLoadFailed",
+    "ModelNotLoaded",
+    "ModelSpec",
+    "ModelStateChanged",
+    "ModelUnavailable",
+    "Overloaded",
+    "ProtocolMismatch",
+    "RequestEnded",
+    "RequestError",
+    "RequestQueued",
+    "Runtime",
+    "RuntimeClosed",
+    "RuntimeStats",
+    "Settings",
+    "Stream",
+    "StreamEvent",
+    "Tenant",
+    "TenantLimitReached",
+    "TenantSpec",
+    "TextDelta",
+    "TroupeError",
+    "Usage",
+    "Watch",
+    "WatchEvent",
+    "WorkerCrashed",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerReport",
+    "WorkerStats",
+    "WorkerUnresponsive",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,7 +19,7 @@ from runtime.config import Settings
 from runtime.errors import TroupeError
 from runtime.protocol.ids import RequestId
 from runtime.scheduler.ports import WorkerPort
-from runtime.scheduler.request import Request
+from runtime.scheduler.request import Outcome, Request
 from runtime.scheduler.state import SchedulerState
 from runtime.scheduler.stats import SchedulerStats, snapshot
 from runtime.scheduler.stimuli import Accept, Breach, Deliver, End, Instruction, Reject, Send, Stimulus, Submit, Tick, WakeAt
@@ -27,10 +27,14 @@ from runtime.scheduler.stream import TokenStream
 
 
 class Scheduler:
-    """Implements `SchedulerPort`. `state` may be looked at and validated, never changed, from outside."""
+    """Implements `SchedulerPort`. `state` may be looked at and validated, never changed, from outside.
+
+    `on_end` may be set: it is called once for each accepted request, after its stream has its outcome.
+    """
 
     def __init__(self, workers: WorkerPort, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = SchedulerState(settings)
+        self.on_end: Callable[[Request, Outcome], None] = lambda request, outcome: None
         self._workers = workers
         self._window_tokens = settings.stream_window_tokens
         self._clock = clock
@@ -95,7 +99,9 @@ class Scheduler:
             case Send(model=model, incarnation=incarnation, command=command):
                 self._workers.send(model, incarnation, command)
             case End(request=request, outcome=outcome):
-                self._streams.pop(request).end(outcome)
+                stream = self._streams.pop(request)
+                stream.end(outcome)
+                self.on_end(stream.request, outcome)
             case Reject(request=request, error=error):
                 self._rejections[request] = error
             case Accept():

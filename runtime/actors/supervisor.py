@@ -1,0 +1,216 @@
+"""Which models have workers? Loads each name once however many ask, unloads, shares the cores, and routes commands.
+
+Implements the scheduler's `WorkerPort` without knowing the scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+
+import anyio
+from anyio.abc import TaskGroup
+
+from runtime.actors.lifecycle import WorkerState
+from runtime.actors.listener import Listener
+from runtime.actors.worker_actor import Launch, WorkerActor
+from runtime.config import ModelSpec, Settings
+from runtime.errors import ModelLoadFailed, ModelNotLoaded, RuntimeClosed, TroupeError
+from runtime.protocol.commands import AnyCommand, Load
+from runtime.protocol.events import ModelFacts, WorkerReport
+from runtime.protocol.ids import Incarnation, ModelName
+
+
+def usable_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Supervisor:
+    """One WorkerActor per model. Everything on one event loop's thread; the actors' tasks live in `group`."""
+
+    def __init__(
+        self,
+        group: TaskGroup,
+        launch: Launch,
+        listener: Listener,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        num_cores: int | None = None,
+    ) -> None:
+        self._group = group
+        self._launch = launch
+        self._listener = listener
+        self._settings = settings
+        self._clock = clock
+        self._num_cores = num_cores or usable_cores()
+        self._actors: dict[ModelName, WorkerActor] = {}
+        self._ending: set[WorkerActor] = set()
+        self._waiting: dict[WorkerActor, int] = {}
+        self._unloaded: set[ModelName] = set()
+        self._serials = itertools.count(1)
+        self._closing = False
+
+    # -- loading --------------------------------------------------------------------------------------------
+
+    async def load(self, spec: ModelSpec, load: Load) -> WorkerActor:
+        """Give the model's ready worker, starting it unless it is there. All who ask for one load share its process and its end.
+
+        Cancelling one of several callers leaves the load to the others; when the last is cancelled the process is killed.
+
+        :raises ModelLoadFailed: also when another spec holds the name. :raises ProtocolMismatch: :raises RuntimeClosed:
+        """
+        name = ModelName(spec.name)
+        if self._closing:
+            raise RuntimeClosed
+        actor = self._actors.get(name)
+        if actor is not None and actor.state is WorkerState.FAILED:
+            self._forget(actor, ModelNotLoaded(name, "is being loaded anew"))
+            actor = None
+        if actor is not None and actor.spec != spec:
+            raise ModelLoadFailed(name, "is loaded with another spec; unload it first", reason="conflict")
+        if actor is None:
+            actor = self._start(spec, load)
+        if not actor.settled.is_set():
+            await self._await_first_load(actor)
+        if actor.facts is None:
+            assert actor.error is not None
+            raise actor.error.fresh() from actor.error.__cause__
+        return actor
+
+    def _start(self, spec: ModelSpec, load: Load) -> WorkerActor:
+        actor = WorkerActor(
+            spec,
+            load,
+            next(self._serials),
+            launch=self._launch,
+            listener=self._listener,
+            settings=self._settings,
+            threads=self._threads,
+            clock=self._clock,
+        )
+        self._actors[actor.name] = actor
+        self._waiting[actor] = 0
+        self._listener.model_added(actor.name, spec.max_slots)
+        self._group.start_soon(self._look_after, actor, name=f"worker of {spec.name}")
+        self._share_cores()
+        return actor
+
+    async def _look_after(self, actor: WorkerActor) -> None:
+        try:
+            await actor.run()
+        finally:
+            self._ending.discard(actor)
+            self._waiting.pop(actor, None)
+            if self._actors.get(actor.name) is actor and actor.facts is None:
+                del self._actors[actor.name]  # its first load failed: the name is free
+            self._share_cores()
+
+    async def _await_first_load(self, actor: WorkerActor) -> None:
+        self._waiting[actor] += 1
+        try:
+            await actor.settled.wait()
+        finally:
+            if actor in self._waiting:
+                self._waiting[actor] -= 1
+                if not self._waiting[actor] and not actor.settled.is_set():
+                    await self._abandon(actor)
+
+    async def _abandon(self, actor: WorkerActor) -> None:
+        """Nobody waits for this load any more."""
+        self._forget(actor, ModelNotLoaded(actor.name, "its load was cancelled"))
+        actor.stop(at_once=True)
+        with anyio.CancelScope(shield=True):
+            await actor.over.wait()
+
+    def _forget(self, actor: WorkerActor, error: TroupeError) -> None:
+        if self._actors.get(actor.name) is actor:
+            del self._actors[actor.name]
+            self._unloaded.add(actor.name)
+            if not actor.over.is_set():
+                self._ending.add(actor)
+                actor.error = error
+            self._listener.model_removed(actor.name, error)
+
+    # -- ending ---------------------------------------------------------------------------------------------
+
+    async def unload(self, name: ModelName) -> None:
+        """End the model's requests and its worker, also while it loads; returns when the process is gone.
+
+        Unloading again is harmless. The end goes on when the call is cancelled.
+
+        :raises ModelNotLoaded: there never was a model of that name.
+        """
+        actor = self._actors.get(name)
+        if actor is not None:
+            if actor.facts is None:
+                error: TroupeError = ModelLoadFailed(name, "was unloaded while it was loading", reason="unloaded")
+            else:
+                error = ModelNotLoaded(name, "was unloaded")
+            self._forget(actor, error)
+            actor.stop()
+        elif name not in self._unloaded:
+            raise ModelNotLoaded(name, "is not loaded")
+        for ending in [ending for ending in self._ending if ending.name == name]:
+            await ending.over.wait()
+
+    async def close(self) -> None:
+        """End all workers side by side; bounded by the ladder. From the first moment on nothing new is loaded."""
+        self._closing = True
+        for actor in list(self._actors.values()):
+            self._forget(actor, RuntimeClosed())
+            actor.stop()
+        for ending in list(self._ending):
+            await ending.over.wait()
+
+    # -- the cores ------------------------------------------------------------------------------------------
+
+    def _threads(self, spec: ModelSpec) -> int:
+        """Compute threads of one worker: all loaded models may be busy at once."""
+        num_live = sum(actor.state is not WorkerState.FAILED for actor in self._actors.values())
+        return spec.compute_threads or self._settings.compute_threads or max(1, self._num_cores // max(1, num_live))
+
+    def _share_cores(self) -> None:
+        for actor in self._actors.values():
+            actor.configure_threads()
+
+    # -- routing (the scheduler's WorkerPort) ---------------------------------------------------------------
+
+    def send(self, model: ModelName, incarnation: Incarnation, command: AnyCommand) -> None:
+        actor = self._actors.get(model)
+        if actor is not None:
+            actor.send(incarnation, command)
+
+    def breach(self, model: ModelName, incarnation: Incarnation, what: str) -> None:
+        actor = self._actors.get(model)
+        if actor is not None:
+            actor.breach(incarnation, what)
+
+    # -- facts ----------------------------------------------------------------------------------------------
+
+    def actors(self) -> list[WorkerActor]:
+        """In the order of their loads."""
+        return list(self._actors.values())
+
+    def find(self, name: ModelName) -> WorkerActor:
+        """:raises ModelNotLoaded:"""
+        actor = self._actors.get(name)
+        if actor is None:
+            known = ", ".join(repr(str(other)) for other in self._actors) or "none"
+            raise ModelNotLoaded(name, f"is not loaded (loaded: {known})")
+        return actor
+
+    def facts(self, name: ModelName) -> ModelFacts:
+        """:raises ModelNotLoaded: also while it is loading for the first time."""
+        facts = self.find(name).facts
+        if facts is None:
+            raise ModelNotLoaded(name, "is still loading")
+        return facts
+
+    async def inspect(self, name: ModelName) -> WorkerReport:
+        return await self.find(name).inspect()

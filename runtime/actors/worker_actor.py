@@ -1,0 +1,297 @@
+"""Who keeps one model's worker alive? Starts incarnation after incarnation until it is stopped or its budget is spent.
+
+A start that fails before the model was ever ready is told to those who asked for the load, and not repeated. Later deaths are
+told to the scheduler through the listener and followed by a restart, with back-off.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+
+import anyio
+import msgspec
+
+from runtime.actors.health import RestartBudget
+from runtime.actors.incarnation import Ending, Incarnation, Process
+from runtime.actors.lifecycle import Lifecycle, WorkerState
+from runtime.actors.listener import Listener
+from runtime.config import ModelSpec, Settings
+from runtime.errors import (
+    ExitReport,
+    ModelLoadFailed,
+    ModelNotLoaded,
+    ModelUnavailable,
+    ProtocolMismatch,
+    TroupeError,
+    WorkerCrashed,
+    WorkerError,
+    WorkerUnresponsive,
+)
+from runtime.protocol.channel import HostChannel
+from runtime.protocol.commands import AnyCommand, Configure, Inspect, Load
+from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Loading, ModelFacts, Ready, WorkerReport
+from runtime.protocol.ids import Incarnation as IncarnationNumber
+from runtime.protocol.ids import ModelName
+
+Launch = Callable[[ModelSpec, str, IncarnationNumber], Awaitable[tuple[Process, HostChannel]]]
+"""(spec, key, incarnation) → a started process and its open channel. :raises OSError: the process cannot be started."""
+
+
+class WorkerActor:
+    """One model's worker over all its incarnations. `run` once, in a task of its own; everything else at any time."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        load: Load,
+        serial: int,
+        *,
+        launch: Launch,
+        listener: Listener,
+        settings: Settings,
+        threads: Callable[[ModelSpec], int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.spec = spec
+        self.load = load
+        self.name = ModelName(spec.name)
+        self.facts: ModelFacts | None = None
+        self.last_beat: Heartbeat | None = None
+        self.num_restarts = 0
+        self.error: TroupeError | None = None
+        self.settled = anyio.Event()
+        """The first load succeeded (`facts`) or the actor is over (`error`)."""
+        self.over = anyio.Event()
+        self._serial = serial
+        self._launch = launch
+        self._listener = listener
+        self._settings = settings
+        self._threads = threads
+        self._sent_threads = 0
+        self._clock = clock
+        self._budget = RestartBudget()
+        self._lifecycle = Lifecycle()
+        self._number = IncarnationNumber(0)
+        self._incarnation: Incarnation | None = None
+        self._num_malformed_before = 0
+        self._stopping = anyio.Event()
+        self._inspections: dict[int, tuple[anyio.Event, list[WorkerReport]]] = {}
+        self._inspection_numbers = itertools.count(1)
+
+    # -- facts ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> WorkerState:
+        """A worker that is about to be started counts as SPAWNED."""
+        return self._lifecycle.state or WorkerState.SPAWNED
+
+    @property
+    def pid(self) -> int | None:
+        return self._incarnation.process.pid if self._incarnation is not None else None
+
+    @property
+    def incarnation(self) -> IncarnationNumber:
+        return self._number
+
+    @property
+    def num_malformed(self) -> int:
+        """Frames that were no events, over all incarnations."""
+        return self._num_malformed_before + (self._incarnation.num_malformed if self._incarnation is not None else 0)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    # -- commands -------------------------------------------------------------------------------------------
+
+    def send(self, incarnation: IncarnationNumber, command: AnyCommand) -> None:
+        """Dropped unless that incarnation is serving."""
+        current = self._incarnation
+        if current is not None and current.number == incarnation and current.is_ready:
+            current.send(command)
+
+    def breach(self, incarnation: IncarnationNumber, what: str) -> None:
+        if self._incarnation is not None and self._incarnation.number == incarnation:
+            self._incarnation.breach(what)
+
+    def configure_threads(self) -> None:
+        """Tell the worker its share of the cores, when that has changed."""
+        threads = self._threads(self.spec)
+        if threads != self._sent_threads and self._incarnation is not None and self._incarnation.is_ready:
+            self._sent_threads = threads
+            self._incarnation.send(Configure(threads))
+
+    async def inspect(self) -> WorkerReport:
+        """:raises ModelUnavailable: no process serves now, or it ended before it answered."""
+        current = self._incarnation
+        if current is None or not current.is_ready:
+            raise ModelUnavailable(self.name, f"is {self.state.value}, so there is no worker to inspect")
+        number = next(self._inspection_numbers)
+        answered, reports = anyio.Event(), list[WorkerReport]()
+        self._inspections[number] = answered, reports
+        try:
+            current.send(Inspect(number))
+            await answered.wait()
+        finally:
+            self._inspections.pop(number, None)
+        if not reports:
+            raise ModelUnavailable(self.name, "its worker ended before it answered the inspection; try again")
+        return reports[0]
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End it for good: in order when it is ready and not `at_once`. `over` is set when nothing of it is left. Idempotent."""
+        self._stopping.set()
+        if self._incarnation is None:
+            return
+        if at_once:
+            self._incarnation.kill()
+        else:
+            if self._incarnation.is_ready:
+                self._move(WorkerState.DRAINING)
+            self._incarnation.stop()
+
+    # -- the life -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        try:
+            while await self._live_once():
+                pass
+        finally:
+            self.error = self.error or ModelNotLoaded(self.name, "was unloaded")
+            self.settled.set()
+            self.over.set()
+
+    async def _live_once(self) -> bool:
+        """One incarnation, and the wait before the next. False: there is no next."""
+        self._number = IncarnationNumber(self._number + 1)
+        try:
+            process, channel = await self._launch(self.spec, f"w{self._serial}.{self._number}", self._number)
+        except OSError as error:
+            self._move(WorkerState.SPAWNED)
+            return await self._bury(self._unborn(error))
+        self._incarnation = Incarnation(self._number, process, channel, self, self._settings, self._clock)
+        self._move(WorkerState.SPAWNED)
+        if self.is_stopping:
+            self._incarnation.kill()
+        try:
+            ending = await self._incarnation.run()
+        finally:
+            self._num_malformed_before += self._incarnation.num_malformed
+            self._incarnation = None
+            self.last_beat = None
+            self._end_inspections()
+        return await self._bury(ending)
+
+    def _unborn(self, error: OSError) -> Ending:
+        report = ExitReport(self.name, 0, self._number, None, None, "unborn", 0.0, "")
+        return Ending("unborn", f"its process cannot be started: {error}", report)
+
+    async def _bury(self, ending: Ending) -> bool:
+        if self._lifecycle.state is WorkerState.DRAINING and ending.cause == "asked":
+            self._move(WorkerState.STOPPED)
+            return False
+        self._move(WorkerState.DEAD)
+        if self.is_stopping:
+            self._move(WorkerState.STOPPED)
+            return False
+        if not self.settled.is_set():
+            self.error = load_error(self.name, ending)
+            self._move(WorkerState.FAILED)
+            self._listener.model_removed(self.name, self.error)
+            return False
+        wait = None if ending.cause in ("refused", "version") else self._budget.died(self._clock())
+        error = worker_error(self.name, ending)
+        if wait is None:
+            self.error = self._last_error(ending, error)
+            self._move(WorkerState.FAILED)
+            self._listener.worker_lost(self.name, self._number, self.error, ending.report, False)
+            return False
+        self._move(WorkerState.BACKOFF)
+        self._listener.worker_lost(self.name, self._number, error, ending.report, True)
+        with anyio.move_on_after(wait):
+            await self._stopping.wait()
+            self._move(WorkerState.STOPPED)
+            return False
+        self.num_restarts += 1
+        return True
+
+    def _last_error(self, ending: Ending, error: TroupeError) -> TroupeError:
+        if ending.cause in ("refused", "version"):
+            return load_error(self.name, ending)
+        unavailable = ModelUnavailable(
+            self.name, f"its worker died too often and is not restarted; load it again. The last time: {error}"
+        )
+        unavailable.__cause__ = error
+        return unavailable
+
+    def _move(self, to: WorkerState) -> None:
+        left = self._lifecycle.move(to)
+        self._listener.worker_moved(self.name, left, to, self._number, self.pid)
+
+    def _end_inspections(self) -> None:
+        for answered, _ in self._inspections.values():
+            answered.set()
+
+    # -- what the incarnation tells (its `Owner`) -----------------------------------------------------------
+
+    def load_command(self) -> Load:
+        self._sent_threads = self._threads(self.spec)
+        return msgspec.structs.replace(self.load, compute_threads=self._sent_threads)
+
+    def connected(self) -> None:
+        self._move(WorkerState.CONNECTED)
+
+    def loading(self) -> None:
+        self._move(WorkerState.LOADING)
+
+    def progressed(self, progress: Loading) -> None:
+        self._listener.load_progress(self.name, progress)
+
+    def ready(self, event: Ready) -> None:
+        self.facts = event.facts
+        self._move(WorkerState.READY)
+        self.configure_threads()
+        self._listener.worker_up(self.name, self._number, event.facts)
+        self.settled.set()
+
+    def said(self, event: AnyEvent) -> None:
+        if isinstance(event, Inspected):
+            waiting = self._inspections.get(event.number)
+            if waiting is not None:
+                waiting[1].append(event.report)
+                waiting[0].set()
+        else:
+            self._listener.worker_said(self.name, self._number, event)
+
+    def beat(self, event: Heartbeat) -> None:
+        self.last_beat = event
+
+
+def worker_error(model: str, ending: Ending) -> WorkerError:
+    """What the callers of a worker get that was ready, or was being restarted."""
+    if ending.cause == "version":
+        return ProtocolMismatch(ending.report, f"worker of model {model!r}: {ending.detail}; reinstall mlx-troupe")
+    if ending.cause == "unborn":
+        return WorkerCrashed(ending.report, f"worker of model {model!r}: {ending.detail}")
+    if ending.cause in ("silence", "late", "breach"):
+        return WorkerUnresponsive(
+            ending.report, f"worker of model {model!r} was ended because {ending.detail}. {ending.report.describe()}"
+        )
+    return WorkerCrashed(ending.report, f"{ending.report.describe()}\n{ending.detail}" if ending.detail else None)
+
+
+def load_error(model: str, ending: Ending) -> TroupeError:
+    """What the callers of a first load get. Its cause carries the report."""
+    error = worker_error(model, ending)
+    match ending.cause:
+        case "version":
+            return error
+        case "refused":
+            failed = ModelLoadFailed(model, ending.detail, reason=ending.reason)
+        case "late" | "silence":
+            failed = ModelLoadFailed(model, str(error), reason="timeout")
+        case _:
+            failed = ModelLoadFailed(model, f"the worker ended before the model was ready: {error}", reason="crashed")
+    failed.__cause__ = error
+    return failed

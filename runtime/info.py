@@ -1,0 +1,61 @@
+"""What can an app learn about its models and queues? Frozen snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.protocol.events import ModelFacts, Phase
+from runtime.scheduler.stats import SchedulerStats
+
+ModelState = Literal["spawned", "connected", "loading", "ready", "draining", "stopped", "dead", "backoff", "failed"]
+"""The states of a worker; see `runtime.actors.lifecycle`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One loaded model. What only loading reveals is None until it was ready once; `pid` is None while no process runs.
+
+    incarnation: the n-th process of this load, from 1. restarts: how often it was started again.
+    memory_bytes: resident size of its process by its last heartbeat, 0 before. weights_bytes: of its parameters.
+    facts: all that its last load revealed.
+    """
+
+    name: str
+    state: ModelState
+    pid: int | None
+    incarnation: int
+    restarts: int
+    path: str
+    memory_bytes: int
+    kind: Literal["lm", "fake"] | None
+    model_type: str | None
+    fingerprint: str | None
+    context_length: int | None
+    vocabulary_size: int | None
+    weights_bytes: int | None
+    load_seconds: float | None
+    blas: str | None
+    facts: ModelFacts | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker by its last heartbeat. malformed_frames: messages from it that were none, over all its incarnations."""
+
+    model: str
+    state: ModelState
+    phase: Phase | None
+    steps: int
+    active_bytes: int
+    resident_bytes: int
+    restarts: int
+    malformed_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStats:
+    """`scheduler`: queues and running requests by model and tenant."""
+
+    scheduler: SchedulerStats
+    workers: tuple[WorkerStats, ...]
