@@ -20,6 +20,7 @@ from anyio.abc import Process
 _GUARD = 'exec 3<&0; (read -r _ <&3; kill -KILL 0) & guard=$!; "$@" </dev/null 3<&-; code=$?; kill -KILL "$guard"; exit "$code"'
 
 _TAIL_LINES = 40
+_TAIL_LINE_CHARACTERS = 1000
 _LINE_BYTES = 1 << 16
 _REAP_SECONDS = 5.0
 
@@ -38,6 +39,10 @@ async def run_guarded(
     :raises TimeoutError: it took longer than `deadline_seconds`. Then, as on cancellation, its whole group has been killed.
     """
     tail: deque[str] = deque(maxlen=_TAIL_LINES)
+
+    def keep(line: str) -> None:
+        tail.append(line[-_TAIL_LINE_CHARACTERS:])
+
     process = await anyio.open_process(
         ["/bin/sh", "-c", _GUARD, "sh", *command],
         stdin=subprocess.PIPE,
@@ -52,8 +57,8 @@ async def run_guarded(
         assert process.stderr is not None
         with anyio.fail_after(deadline_seconds):
             async with anyio.create_task_group() as readers:
-                readers.start_soon(_each_line, process.stdout, on_line or tail.append)
-                readers.start_soon(_each_line, process.stderr, tail.append)
+                readers.start_soon(_each_line, process.stdout, on_line or keep)
+                readers.start_soon(_each_line, process.stderr, keep)
             code = await process.wait()
     finally:
         await _end(process)

@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _silence_stdout()
         return FAILED
+    except OSError as error:  # a home that cannot be read or written
+        print(f"troupe: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         # asyncio has cancelled the command by now, and the command has cleaned up.
         print("troupe: interrupted", file=sys.stderr)
