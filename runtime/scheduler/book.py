@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
 from runtime.config import Settings, TenantSpec
 from runtime.errors import TroupeError
@@ -32,8 +32,6 @@ from runtime.scheduler.request import (
 )
 from runtime.scheduler.stimuli import Breach, End, Instruction, Send, WakeAt
 
-E = TypeVar("E", bound=BaseException)
-
 _OUTCOMES: dict[RequestState, Literal["finished", "cancelled", "failed"]] = {
     RequestState.FINISHED: "finished",
     RequestState.CANCELLED: "cancelled",
@@ -41,13 +39,6 @@ _OUTCOMES: dict[RequestState, Literal["finished", "cancelled", "failed"]] = {
 }
 _SMOOTHING = 0.2
 _INITIAL_OUTPUT_TOKENS = 256.0
-
-
-def own_copy(error: E) -> E:
-    """The same error as a new object: raised to several callers, one object would collect all their tracebacks and texts."""
-    copy = type(error).__new__(type(error), *error.args)
-    copy.__dict__.update(error.__dict__)
-    return copy
 
 
 @dataclass(slots=True, eq=False)
@@ -222,10 +213,10 @@ class Book:
     # -- a worker's end -------------------------------------------------------------------------------------
 
     def lose(self, model: Model, error: TroupeError, now: float) -> None:
-        """Its worker is gone, or never came: every request of the model ends with a copy of `error`, every slot is free."""
+        """Its worker is gone, or never came: every request of the model ends with an `error` of its own, every slot is free."""
         for record in [record for record in self.requests.values() if record.request.model == model.name]:
             if not record.has_ended:
-                self.end(record, RequestState.FAILED, own_copy(error), now)
+                self.end(record, RequestState.FAILED, error.fresh(), now)
         for sequence in model.sequences.values():
             move_sequence(sequence, SequenceState.RELEASED)
             self.requests.pop(sequence.record.request.id, None)

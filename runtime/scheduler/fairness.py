@@ -138,7 +138,7 @@ class FairQueue:
         flow.charge(cost)
 
     def rows_in_order(self, cost: Callable[[RequestRecord], int]) -> Iterator[Sequence]:
-        """Rows in the order in which they should get slots, if each is then served with `cost`. Take them all before serving any."""
+        """Rows in the order in which they should get slots, if each is then served with `cost`. Take all before serving any."""
         lines = []
         for flow in self.flows.values():
             rows = flow.startable_rows() if flow.ready else iter(())

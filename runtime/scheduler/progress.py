@@ -85,7 +85,7 @@ def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
         if length >= sequence.prompt_length and sequence.state is SequenceState.PREFILLING:
             _start_decoding(book, model, sequence)
     for record in news.values():
-        record.prefill_seconds = (record.prefill_seconds or 0.0) + event.seconds
+        record.prefill_seconds = max(record.prefill_seconds or 0.0, event.seconds)
 
 
 def _start_decoding(book: Book, model: Model, sequence: Sequence) -> None:

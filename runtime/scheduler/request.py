@@ -200,7 +200,8 @@ class Piece(msgspec.Struct, frozen=True):
 class Timings:
     """Seconds since the request was submitted; None when that point was never reached.
 
-    queue: until its first sequence got a slot; prefill: inside its prefill steps (a duration); first_token: until its first token.
+    queue: until its first sequence got a slot; first_token: until its first token. prefill is a duration: inside the prefill
+    steps of the slowest of its sequences.
     """
 
     queue_seconds: float | None

@@ -13,7 +13,7 @@ from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNo
 from runtime.protocol.ids import ModelName, RequestId
 from runtime.scheduler import grants, progress
 from runtime.scheduler.admission import refusal
-from runtime.scheduler.book import Book, Model, own_copy
+from runtime.scheduler.book import Book, Model
 from runtime.scheduler.placement import place
 from runtime.scheduler.request import Request, RequestRecord, RequestState
 from runtime.scheduler.stimuli import (
@@ -121,7 +121,7 @@ class SchedulerState:
             loaded = ", ".join(map(repr, book.models)) or "none"
             return ModelNotLoaded(request.model, f"is not loaded; loaded: {loaded}")
         if model.unavailable is not None:
-            return own_copy(model.unavailable)
+            return model.unavailable.fresh()
         return refusal(book, model, book.tenant(request.tenant), now)
 
     def _expire(self, now: float) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.lowlevel
 
-from runtime.errors import RequestError, WorkerError
 from runtime.protocol.events import FinishReason, TokenLogprob
 from runtime.scheduler.request import Outcome, Piece, Request
 from runtime.scheduler.stimuli import Cancel, Read, Stimulus, Unwindow
@@ -119,8 +118,6 @@ class TokenStream:
             self._news.set()
 
     def end(self, outcome: Outcome) -> None:
-        if isinstance(outcome.error, RequestError | WorkerError):
-            outcome.error.partial_text = self.sequences[0].text
         self.outcome = outcome
         for event in (self._news, self._end):
             if event is not None:
