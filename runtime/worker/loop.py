@@ -124,6 +124,7 @@ class Loop:
 
     def _harvest(self, step: _Submitted) -> None:
         """Take a step's result and say what it brought."""
+        self._status.phase = "decode" if step.batch is None else "prefill"
         results = step.pending.result()
         now = time.monotonic()
         if step.batch is not None:

@@ -155,6 +155,7 @@ def test_a_sequence_parks_at_its_limit_and_goes_on_where_it_was() -> None:
     before = events[: next(i for i, event in enumerate(events) if isinstance(event, Inspected) and event.number == 2)]
     assert tokens_of(before, 1) == expected_tokens(HELLO, max_tokens=3)
     assert tokens_of(events, 1) == expected_tokens(HELLO, max_tokens=8)
+    assert len(stage.engine.steps) == 8, "a step was submitted beyond a limit or the length"
     report = next(event.report for event in events if isinstance(event, Inspected) and event.number == 2)
     assert (report.parked, report.running) == ((1,), ())
 
