@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from types import TracebackType
 from typing import Literal, Self
 
@@ -20,18 +19,16 @@ from runtime.actors.supervisor import Supervisor
 from runtime.actors.worker_actor import WorkerActor
 from runtime.client import Tenant
 from runtime.config import ModelSpec, Settings, TenantSpec
-from runtime.errors import ExitReport, InvalidRequest, ModelNotLoaded, RuntimeClosed, TroupeError
+from runtime.desk import RequestDesk
+from runtime.errors import ExitReport, InvalidRequest, RuntimeClosed, TroupeError
 from runtime.info import ModelInfo, ModelState, RuntimeStats, WorkerStats
 from runtime.locate import Location, locate
-from runtime.options import ValidOptions
 from runtime.protocol.commands import Load
 from runtime.protocol.events import AnyEvent, Capabilities, Loading, ModelFacts, WorkerReport
 from runtime.protocol.ids import Incarnation, ModelName, TenantId
-from runtime.scheduler.request import Outcome, Request
 from runtime.scheduler.scheduler import Scheduler
 from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, TenantSet, WorkerLost, WorkerSaid, WorkerUp
-from runtime.scheduler.stream import TokenStream
-from runtime.watch import LoadProgress, ModelStateChanged, RequestEnded, RequestQueued, Watch, WatchHub, WorkerDied
+from runtime.watch import LoadProgress, ModelStateChanged, Watch, WatchHub, WorkerDied
 
 MAX_TENANT_NAME_CHARACTERS = 128
 
@@ -60,7 +57,7 @@ class Runtime:
         self._directory: RunDirectory
         self._scheduler: Scheduler
         self._supervisor: Supervisor
-        self._desk: _Desk
+        self._desk: RequestDesk
 
     # -- lifetime -------------------------------------------------------------------------------------------
 
@@ -76,7 +73,7 @@ class Runtime:
         launch = Launcher(self._group, self._directory.path, self.settings)
         self._supervisor = ports.supervisor = Supervisor(self._group, launch, ports, self.settings)
         self._scheduler = ports.scheduler = Scheduler(self._supervisor, self.settings)
-        self._desk = _Desk(self._scheduler, self._watchers)
+        self._desk = RequestDesk(self._scheduler, self._watchers)
         self._timer_stopped = anyio.Event()
         self._group.start_soon(self._run_timer, name="scheduler timer")
         self._phase = "open"
@@ -199,61 +196,6 @@ class Runtime:
         """`async with rt.watch() as events: async for event in events: …`; ends when the Runtime closes."""
         self._require_open()
         return Watch(self._watchers)
-
-
-class _Desk:
-    """Takes the tenants' requests in, and knows how many of each model's are under way."""
-
-    def __init__(self, scheduler: Scheduler, watchers: WatchHub) -> None:
-        self.is_open = True
-        self._scheduler = scheduler
-        self._watchers = watchers
-        self._draining: set[ModelName] = set()
-        self._num_open: Counter[ModelName] = Counter()
-        self._drained = anyio.Event()
-        scheduler.on_end = self._ended
-
-    def submit(self, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> TokenStream:
-        if not self.is_open:
-            raise RuntimeClosed
-        name = ModelName(model)
-        if name in self._draining:
-            raise ModelNotLoaded(model, "is being unloaded")
-        request = Request(
-            id=self._scheduler.new_request_id(),
-            tenant=tenant,
-            model=name,
-            prompt=options.prompt,
-            sampling=options.sampling,
-            max_tokens=options.max_tokens,
-            stop=options.stop,
-            ignore_eos=options.ignore_eos,
-            num_sequences=options.num_sequences,
-            priority=options.priority,
-            deadline_seconds=options.deadline_seconds,
-            windowed=windowed,
-        )
-        stream = self._scheduler.submit(request)
-        self._num_open[name] += 1
-        self._watchers.publish(RequestQueued(model, tenant, request.id))
-        return stream
-
-    def _ended(self, request: Request, outcome: Outcome) -> None:
-        self._num_open[request.model] -= 1
-        if not self._num_open[request.model]:
-            del self._num_open[request.model]
-            self._drained.set()
-        self._watchers.publish(RequestEnded(request.model, request.tenant, request.id, outcome.state))
-
-    async def drain(self, model: ModelName) -> None:
-        """Refuse new requests for the model until `reopen`, and wait until none is under way."""
-        self._draining.add(model)
-        while self._num_open[model]:
-            self._drained = anyio.Event()
-            await self._drained.wait()
-
-    def reopen(self, model: ModelName) -> None:
-        self._draining.discard(model)
 
 
 class _Ports:

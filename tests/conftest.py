@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import os
 import tempfile
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
@@ -53,19 +54,28 @@ def _limited(function: Callable[..., Awaitable[None]], seconds: float) -> Callab
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _marked() -> Iterator[None]:
-    """Everything this run starts inherits a mark in its environment, by which the census finds it."""
-    with census.mark():
-        yield
+def run_directories() -> Iterator[Path]:
+    """Where this run's run directories are made: its own place, so that other runs beside it do not disturb the census.
+
+    Everything this run starts also inherits a mark in its environment, by which the census finds it.
+    """
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    with census.mark(), tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        yield Path(directory)
+        if before is None:
+            del os.environ["XDG_RUNTIME_DIR"]
+        else:
+            os.environ["XDG_RUNTIME_DIR"] = before
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(_marked: None) -> Iterator[None]:
+def nothing_left_behind(run_directories: Path) -> Iterator[None]:
     """After each test no process of it runs, no descriptor is open and no run directory stands that was not there before."""
-    before = census.take(Path(tempfile.gettempdir()))
+    before = census.take(run_directories)
     yield
-    left = census.wait_until_gone(before, Path(tempfile.gettempdir()), seconds=2.0)
+    left = census.wait_until_gone(before, run_directories, seconds=2.0)
     if left.descriptors:
         gc.collect()  # descriptors of an event loop that sits in a cycle (a test that failed on purpose keeps its frames)
-        left = census.wait_until_gone(before, Path(tempfile.gettempdir()), seconds=0.0)
+        left = census.wait_until_gone(before, run_directories, seconds=0.0)
     assert not left, f"left behind: {left}"

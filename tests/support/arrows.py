@@ -25,7 +25,8 @@ ALLOWED: dict[str, str] = {
     "watch": f"{LOW} info",
     "client": f"{LOW} completion options scheduler",
     "locate": "errors",
-    "host": f"{LOW} actors client info locate options scheduler store watch",
+    "desk": f"{LOW} options scheduler watch",
+    "host": f"{LOW} actors client desk info locate options scheduler store watch",
     "testing": f"{LOW} engine.fake_draw engine.fake_text worker.fallback",
     "__init__": f"{LOW} client completion host info options watch",
     # fetched models

@@ -1,0 +1,70 @@
+"""Where do the tenants' requests come in? Makes the scheduler's request of the options, and counts what is under way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import anyio
+
+from runtime.errors import ModelNotLoaded, RuntimeClosed
+from runtime.options import ValidOptions
+from runtime.protocol.ids import ModelName, TenantId
+from runtime.scheduler.request import Outcome, Request
+from runtime.scheduler.scheduler import Scheduler
+from runtime.scheduler.stream import TokenStream
+from runtime.watch import RequestEnded, RequestQueued, WatchHub
+
+
+class RequestDesk:
+    """The `Desk` of a Runtime's own tenants. `is_open` turns False when the Runtime closes."""
+
+    def __init__(self, scheduler: Scheduler, watchers: WatchHub) -> None:
+        self.is_open = True
+        self._scheduler = scheduler
+        self._watchers = watchers
+        self._draining: set[ModelName] = set()
+        self._num_open: Counter[ModelName] = Counter()
+        self._drained = anyio.Event()
+        scheduler.on_end = self._ended
+
+    def submit(self, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> TokenStream:
+        if not self.is_open:
+            raise RuntimeClosed
+        name = ModelName(model)
+        if name in self._draining:
+            raise ModelNotLoaded(model, "is being unloaded")
+        request = Request(
+            id=self._scheduler.new_request_id(),
+            tenant=tenant,
+            model=name,
+            prompt=options.prompt,
+            sampling=options.sampling,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            ignore_eos=options.ignore_eos,
+            num_sequences=options.num_sequences,
+            priority=options.priority,
+            deadline_seconds=options.deadline_seconds,
+            windowed=windowed,
+        )
+        stream = self._scheduler.submit(request)
+        self._num_open[name] += 1
+        self._watchers.publish(RequestQueued(model, tenant, request.id))
+        return stream
+
+    def _ended(self, request: Request, outcome: Outcome) -> None:
+        self._num_open[request.model] -= 1
+        if not self._num_open[request.model]:
+            del self._num_open[request.model]
+            self._drained.set()
+        self._watchers.publish(RequestEnded(request.model, request.tenant, request.id, outcome.state))
+
+    async def drain(self, model: ModelName) -> None:
+        """Refuse new requests for the model until `reopen`, and wait until none is under way."""
+        self._draining.add(model)
+        while self._num_open[model]:
+            self._drained = anyio.Event()
+            await self._drained.wait()
+
+    def reopen(self, model: ModelName) -> None:
+        self._draining.discard(model)
