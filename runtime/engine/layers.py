@@ -8,8 +8,9 @@ from typing import Any
 
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from runtime.engine.ragged_cache import Family, RaggedKV
+from runtime.engine.ragged_cache import RaggedKV
 from runtime.engine.recurrent import RaggedState
+from runtime.engine.slots import Family
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ _CLEAR_EVERY_STEPS = 256
 class LmEngine:
     """See `runtime.engine.engine.Engine` for what each method promises.
 
-    kinds: the caches the model wants. vocabulary_size: ids below it are valid. width_of_logits: of the model's output.
+    kinds: the caches the model wants. vocabulary_size: ids below it are valid to feed and may be drawn. costs: what is known of
+    this model's forwards so far.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class LmEngine:
         *,
         vocabulary_size: int,
         context_length: int,
+        costs: StepCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
@@ -55,7 +57,7 @@ class LmEngine:
         self._clock = clock
         self._rows: dict[SequenceId, Row] = {}
         self._places = Places(model, kinds, is_batched=capabilities.batched_decode)
-        self._costs = StepCosts()
+        self._costs = costs or StepCosts()
         self._num_steps = 0
         self._last_end = 0.0
         # A decode step of the same rows as the one before reuses its groups, unless something moved in between.
@@ -219,7 +221,10 @@ class LmEngine:
             if row.must_rewind:
                 row.sampler.rewind(row.known[row.prompt_length : row.num_cached])
                 row.must_rewind = False
-        drawn = draw(sampled_logits(logits, group), group.samplers, positions)
+        chosen = sampled_logits(logits, group)
+        if chosen.shape[-1] > self._vocabulary_size:
+            chosen = chosen[:, : self._vocabulary_size]  # columns that only fill up a round number
+        drawn = draw(chosen, group.samplers, positions)
         for index, row in enumerate(group.sampled_rows):
             row.note_draw(positions[index], drawn.tokens, index)
         return Part(group, drawn, positions, tuple(drawn.arrays()))
