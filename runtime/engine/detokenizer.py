@@ -12,7 +12,6 @@ for them; `decode` of byte-fallback tokenizers also destroys valid characters be
 from __future__ import annotations
 
 import codecs
-import copy
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -130,7 +129,7 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def detokenizer_factory(tokenizer: Any) -> Callable[[], Detokenizer]:
-    """Makes the fastest detokenizers that agree with `decode` for this Hugging Face tokenizer. They never touch `tokenizer`."""
+    """Makes the fastest detokenizers that agree with `decode` for this Hugging Face tokenizer."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special_ids = _special_ids(tokenizer)
     style = _style(tokenizer)
@@ -147,9 +146,7 @@ def detokenizer_factory(tokenizer: Any) -> Callable[[], Detokenizer]:
         if _agree(from_table, partial(decode, tokenizer), sorted(set(vocabulary.values())), special_ids):
             return from_table
     shown_ids = frozenset(vocabulary.values()) - special_ids
-    # A copy: two threads in one tokenizer, one encoding and one decoding, can fail with "Already borrowed".
-    own_decode = partial(decode, copy.deepcopy(tokenizer))
-    return lambda: WindowDetokenizer(own_decode, shown_ids)
+    return lambda: WindowDetokenizer(partial(decode, tokenizer), shown_ids)
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

@@ -229,8 +229,10 @@ class _Group:
             logits, finite = logits[self.take], finite[self.take]
         if recipe == Recipe():
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        # Sorting NaN is undefined in places; a row that has one is lost anyway.
-        logits = mx.where(finite[:, None], logits.astype(mx.float32), 0.0)
+        logits = logits.astype(mx.float32)
+        if recipe.sorted_width or recipe.num_logprobs > 0:
+            # No backend promises how it orders NaN; a row that has one is lost anyway.
+            logits = mx.where(finite[:, None], logits, 0.0)
         counts = None
         if self.bias is not None:
             logits = logits + self.bias

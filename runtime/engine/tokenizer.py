@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,15 +33,14 @@ _TOKENIZER_FILES = (
 class HfTokenizer:
     """`Tokenizer` on a Hugging Face tokenizer.
 
-    eos_ids: every id that the tokenizer, generation_config.json or config.json names as an end. `encode` and `render` may be
-    called on other threads than the detokenizers, which never touch the tokenizer they use.
+    eos_ids: every id that the tokenizer, generation_config.json or config.json names as an end. There is no lock on purpose: the
+    library's own is enough for `encode` beside decoding, and a chat template that never returns must block nobody else.
     """
 
     def __init__(self, wrapper: Any, extra_eos_ids: frozenset[int] = frozenset()) -> None:
         """wrapper: mlx-lm's TokenizerWrapper."""
         self._wrapper = wrapper
         self._hf = wrapper._tokenizer
-        self._lock = threading.Lock()
         self.eos_ids: frozenset[int] = frozenset(wrapper.eos_token_ids) | extra_eos_ids
         self.has_chat_template: bool = bool(wrapper.has_chat_template)
         self._vocabulary: dict[str, int] = self._hf.get_vocab()
@@ -60,19 +58,14 @@ class HfTokenizer:
         return digest.hexdigest()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        with self._lock:
-            return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The whole text at once, special tokens left out: what a detokenizer gives in pieces."""
-        with self._lock:
-            return decode(self._hf, ids)
+        return decode(self._hf, ids)
 
     def render(self, messages: list[dict[str, Any]], *, options: dict[str, Any], add_generation_prompt: bool) -> str:
-        with self._lock:
-            return self._wrapper.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-            )
+        return self._wrapper.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options)
 
     def special_token_text(self, name: str) -> str | None:
         """Text of a named token ("bos_token"; None when the tokenizer has none), or `name` itself when the vocabulary has it."""

@@ -124,6 +124,12 @@ def test_top_k_one_and_tiny_top_p_and_full_min_p_and_tiny_temperature_are_the_ar
         assert set(draws(distinct, sampler(500, temperature=temperature), range(50))) == {int(distinct.argmax())}
 
 
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    """Four equal tokens have exactly a quarter each: two of them reach a half, and a hair more takes a third."""
+    for top_p, kept in ((0.25, {0}), (0.26, {0, 1}), (0.5, {0, 1}), (0.51, {0, 1, 2}), (0.75, {0, 1, 2}), (0.999, {0, 1, 2, 3})):
+        assert set(draws(np.zeros(4, np.float32), sampler(4, temperature=1.0, top_p=top_p), range(200))) == kept
+
+
 def test_top_k_keeps_exactly_k_of_equal_tokens_those_of_the_lowest_ids() -> None:
     assert set(draws(np.zeros(300, np.float32), sampler(300, temperature=1.0, top_k=5), range(400))) == set(range(5))
 
@@ -261,6 +267,21 @@ def test_rows_of_a_large_vocabulary_are_blind_too() -> None:
         one = draw(mx.array(logits[row : row + 1]), [RowSampler(option, 50_257, prompt=[1, 2], output=[3])], [row])
         assert one.tokens.item() == batch.tokens.tolist()[row]
         assert one.logprobs()[0] == batch.logprobs()[row]
+
+
+def test_a_row_may_change_its_batch_mates_from_step_to_step() -> None:
+    """What is remembered about a batch must not outlive it, also when the first row and the number of rows stay."""
+    logits = np.random.default_rng(8).normal(0, 2, (2, 80)).astype(np.float32)
+    first, greedy, sampled, biased = (
+        sampler(80),
+        sampler(80),
+        sampler(80, temperature=1.0, seed=3),
+        sampler(80, logit_bias=((9, 99.0),)),
+    )
+    alone = [tokens_of(logits[1:], [mate], [5])[0] for mate in (greedy, sampled, biased)]
+    for _ in range(2):
+        assert [tokens_of(logits, [first, mate], [5, 5])[1] for mate in (greedy, sampled, biased)] == alone
+    assert len(set(alone)) == 3
 
 
 # -- history ------------------------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_detokenizers_do_not_share_state(byte_tokenizer: HfTokenizer) -> None:
 
 
 def test_encoding_and_rendering_on_another_thread_disturb_no_detokenizer() -> None:
-    """The window kind asks a tokenizer at every token; encoding takes the tokenizer's own lock meanwhile."""
+    """The window kind asks the tokenizer at every token, and encoding with and without truncation changes its state meanwhile."""
     tokenizer = byte_level_with_a_twist()
     make = detokenizer_factory(tokenizer)
     stop = threading.Event()
