@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +13,8 @@ from typing import Any, Final
 import msgspec
 import zmq
 
-from runtime.engine.engine import Loaded, LoadError, Tokenizer
-from runtime.protocol.channel import EventSender, WorkerChannel, socket_path
+from runtime.engine.engine import Loaded, Loader, LoadError, Progress, Tokenizer
+from runtime.protocol.channel import WorkerChannel, socket_path
 from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Inspect, Load, Prefill, Prepare, Release, Shutdown
 from runtime.protocol.events import Failed, Hello, LoadFailure, Loading, Ready, Refused, Released, Stopped
 from runtime.protocol.frames import FrameError
@@ -41,7 +41,7 @@ def live(directory: Path, key: str, incarnation: int, pid: int) -> int:
         heartbeat = HeartbeatThread(channel.sender(), status)
         load = _wait_for_load(channel)
         if load is not None:
-            _serve(channel, load, status, heartbeat, partial(_send_garbage, directory, key), incarnation)
+            _serve(channel, status, heartbeat, load, partial(_load, incarnation, partial(_send_garbage, directory, key)))
         heartbeat.stop()
         channel.send(Stopped(status.step))
         return 0
@@ -57,13 +57,9 @@ def live(directory: Path, key: str, incarnation: int, pid: int) -> int:
         channel.close()
 
 
-def _serve(
-    channel: WorkerChannel, load: Load, status: Status, heartbeat: HeartbeatThread, send_garbage: Any, incarnation: int
-) -> None:
+def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, load: Load, loader: Loader) -> None:
     status.phase = "loading"
-    progress = _Progress(channel)
-    loaded = _load(load, progress, incarnation, send_garbage)
-    progress.close()
+    loaded = loader(load, _Progress(channel))
     restrictions: tuple[str, ...] = ()
     if loaded.tokenizer.has_chat_template:
         restrictions = chat_restrictions(partial(_renders, loaded.tokenizer))
@@ -80,7 +76,7 @@ def _serve(
         hook()
 
 
-def _load(load: Load, progress: _Progress, incarnation: int, send_garbage: Any) -> Loaded:
+def _load(incarnation: int, send_garbage: Callable[[], None], load: Load, progress: Progress) -> Loaded:
     """Heavy imports happen here, after Hello and under the host's load deadline."""
     if load.kind == "fake":
         from runtime.engine import fake
@@ -133,36 +129,18 @@ def _refuse_early(channel: WorkerChannel, command: AnyCommand) -> None:
 
 
 class _Progress:
-    """`Loading` events, at most ten a second, always those that begin or end a stage. Any thread may call it."""
+    """`Loading` events, at most ten a second, always those that begin or end a stage. For the loading thread only."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         self._channel = channel
-        self._main = threading.get_ident()
-        self._other: EventSender | None = None  # downloads report from threads of their own
-        self._lock = threading.Lock()
         self._stage = ""
         self._next_at = 0.0
-        self._is_closed = False
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        with self._lock:
-            now = time.monotonic()
-            is_wanted = stage != self._stage or now >= self._next_at or (total > 0 and done >= total)
-            if self._is_closed or not is_wanted:
-                return
+        now = time.monotonic()
+        if stage != self._stage or now >= self._next_at or (total > 0 and done >= total):
             self._stage, self._next_at = stage, now + PROGRESS_SECONDS
-            event = Loading(stage, done, total)
-            if threading.get_ident() == self._main:
-                self._channel.send(event)
-            else:
-                self._other = self._other or self._channel.sender()
-                self._other.send(event)
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            if self._other is not None:
-                self._other.close()
+            self._channel.send(Loading(stage, done, total))
 
 
 def _renders(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> bool:
