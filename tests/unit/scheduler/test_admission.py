@@ -86,8 +86,9 @@ def test_a_request_for_an_unknown_or_unloaded_model_is_refused_by_name() -> None
     waiting = house.submit()
     gone = ModelNotLoaded(MODEL, "was unloaded")
     house.do(ModelRemoved(MODEL, gone))
-    assert house.outcomes[waiting].error is not None
-    assert house.outcomes[waiting].error.args == gone.args
+    error = house.outcomes[waiting].error
+    assert error is not None
+    assert error.args == gone.args
     with pytest.raises(ModelNotLoaded):
         house.submit()
 

@@ -156,6 +156,20 @@ def test_using_an_idle_machine_costs_nothing_later() -> None:
     assert got["late"] == pytest.approx(got["early"], abs=40)
 
 
+def test_a_long_answer_while_nobody_else_wanted_anything_costs_nothing_later() -> None:
+    house = full_house(1, early=1.0, late=1.0)
+    server = Server(house)
+    house.submit("early", max_tokens=1000)  # far more than expected, so charged on the way
+    server.run(1001)
+    before = Counter(server.served)
+    for _ in range(60):
+        house.submit("early", max_tokens=10)
+        house.submit("late", max_tokens=10)
+    server.run(300)
+    got = server.served - before
+    assert got["late"] == pytest.approx(got["early"], abs=60)
+
+
 def test_what_was_charged_too_much_is_given_back() -> None:
     house = full_house(1, honest=1.0, modest=1.0)
     for _ in range(100):
@@ -188,8 +202,10 @@ def test_a_tenant_at_its_quota_does_not_keep_others_from_the_slots() -> None:
     house.up(slots=3)
     for _ in range(200):
         house.submit("capped")
+    assert len(house.asked_to_prepare()) == 1, "what its quota holds back takes no room from others"
     for _ in range(2):
         house.submit("other")
+    assert len(house.asked_to_prepare()) == 3
     Server(house).catch_up()
     held = Counter(s.record.request.tenant for s in house.state.book.models[MODEL].sequences.values())
     assert held == {"capped": 1, "other": 2}
@@ -212,8 +228,11 @@ def test_requests_are_prepared_a_bounded_number_ahead_of_the_slots() -> None:
     for _ in range(50):
         house.submit("a")
     assert len(house.asked_to_prepare()) == 4
-    late = house.submit("b")
-    assert house.asked_to_prepare()[-1] == late
+    late = [house.submit("b") for _ in range(3)]
+    assert house.asked_to_prepare()[4:] == late[:1], "the room is full, but nobody is left without any"
+    for request in house.asked_to_prepare()[:3]:
+        house.prepared(request)  # two get slots and leave room for one
+    assert house.asked_to_prepare()[5:] == late[1:2], "who has less ahead is next"
 
 
 # -- within a tenant --------------------------------------------------------------------------------------------------

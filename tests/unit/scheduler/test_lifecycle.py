@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from runtime.errors import ContextTooLong, DeadlineExceeded, GenerationFailed, InvalidRequest, ModelNotLoaded, TroupeError
@@ -11,11 +13,11 @@ from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.request import RequestState, SequenceState, sequence_seed
 from runtime.scheduler.stats import snapshot
-from runtime.scheduler.stimuli import Tick
+from runtime.scheduler.stimuli import Tick, WakeAt
 from tests.unit.scheduler.house import House
 
 
-def a_house(**changes: int) -> House:
+def a_house(**changes: Any) -> House:
     house = House()
     house.up(**changes)
     return house
@@ -329,9 +331,8 @@ def test_a_deadline_ends_a_request_in_whatever_state_and_releases_what_it_holds(
 def test_a_tick_that_comes_early_ends_nothing_and_asks_to_be_woken_again() -> None:
     house = a_house()
     request = house.submit(deadline_seconds=5.0)
-    house.wake_at = None
-    house.do(Tick())
-    assert house.wake_at == house.now + 5.0
+    instructions = house.do(Tick())
+    assert instructions == [WakeAt(house.now + 5.0)]
     assert request not in house.outcomes
 
 
