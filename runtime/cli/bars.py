@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-BYTE_STAGES = frozenset({"download", "verify"})
+BYTE_STAGES = frozenset({"download", "verify", "weights"})
 _LINE_STEPS = 4
 
 
@@ -55,15 +55,24 @@ class Lines:
     """Thins progress out to plain lines: one when a stage begins and one for each quarter of it."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[str, str], int] = {}
+        self._steps: dict[tuple[str, str], int] = {}
+        self._last = ""
 
     def update(self, subject: str, stage: str, done: int, total: int) -> list[str]:
-        step = done * _LINE_STEPS // total if total else 0
-        if self._shown.get((subject, stage), -1) >= step:
+        step = done * _LINE_STEPS // total if total > 1 else 0
+        if self._steps.get((subject, stage), -1) >= step:
             return []
-        self._shown[subject, stage] = step
-        if not total:
-            return [f"{subject}: {stage}"]
+        self._steps[subject, stage] = step
+        line = f"{subject}: {stage}{self._amount(stage, done, total)}"
+        if line == self._last:
+            return []
+        self._last = line
+        return [line]
+
+    @staticmethod
+    def _amount(stage: str, done: int, total: int) -> str:
+        if total <= 1:
+            return ""
         if stage in BYTE_STAGES:
-            return [f"{subject}: {stage} {megabytes(done)} of {megabytes(total)}"]
-        return [f"{subject}: {stage} {done} of {total}"]
+            return f" {megabytes(done)} of {megabytes(total)}"
+        return f" {done} of {total}"

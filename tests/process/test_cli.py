@@ -176,6 +176,7 @@ def test_plain_progress_says_each_stage_and_each_quarter_once() -> None:
     assert said == [f"tiny: download {done:.1f} MB of 100.0 MB" for done in (0, 25, 50, 75, 100)]
     assert lines.update("tiny", "waiting", 0, 0) == ["tiny: waiting"]
     assert lines.update("tiny", "waiting", 0, 0) == []
+    assert [lines.update("tiny", "imports", done, 1) for done in (0, 1)] == [["tiny: imports"], []]
     assert lines.update("tiny", "convert", 2, 4) == ["tiny: convert 2 of 4"]
 
 
