@@ -34,9 +34,10 @@ MAX_BASE_BYTES: Final = MAX_SOCKET_PATH_BYTES - (1 + len(PREFIX) + _NAME_DIGITS)
 """What remains for the base when `/troupe-…` and `/KEY.c` follow."""
 JANITOR_SECONDS: Final = 2.0
 
-# A worker that is just dying may still make a file, so `rm` may find the directory not empty and gets more than one turn.
+# `read` waits for the end of the pipe, into which nothing is ever written. A worker that is just dying may still make a file,
+# so `rm` may find the directory not empty and gets more than one turn.
 _JANITOR: Final = """
-cat >/dev/null
+read -r nothing
 for turn in 1 2 3 4 5; do
     rm -rf -- "$1" 2>/dev/null
     [ -e "$1" ] || exit 0
