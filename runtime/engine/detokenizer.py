@@ -25,6 +25,9 @@ Decode = Callable[[Sequence[int]], str]
 _NUM_SAMPLES = 256
 _PATIENCE_TOKENS = 8
 """Tokens without a whole character after which the pending bytes are known to be invalid: a character has at most four."""
+_KEPT_TOKENS = 12
+"""What is kept of a window then: three replacements not shown yet stand for at most nine bytes, and the first three tokens may be
+the rest of a character whose beginning was cut off."""
 
 _REPLACEMENT = "\ufffd"
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -99,7 +102,8 @@ class WindowDetokenizer:
         if is_whole:
             num_ready = len(text)
         elif len(self._window) - self._num_settled >= _PATIENCE_TOKENS:
-            num_ready = len(text) - 3  # the last three bytes may yet begin a character
+            # The last three bytes may yet begin a character.
+            num_ready = max(len(text) - 3, len(text.rstrip(_REPLACEMENT)))
         else:
             num_ready = len(text.rstrip(_REPLACEMENT))
         piece = text[self._num_given : num_ready]
@@ -108,7 +112,7 @@ class WindowDetokenizer:
             self._keep(self._window[self._num_settled :], 0)
             self._num_settled = len(self._window)
         elif len(self._window) - self._num_settled >= _PATIENCE_TOKENS:
-            self._keep(self._window[-4:], len(text) - self._num_given)
+            self._keep(self._window[-_KEPT_TOKENS:], len(text) - self._num_given)
             self._num_settled = 0
         return piece
 

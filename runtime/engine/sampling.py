@@ -13,15 +13,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from runtime.engine import logit_math
+from runtime.engine.drawn import Drawn, Report
 from runtime.engine.sampling_options import check_sampling, checked_ids
 from runtime.protocol.commands import Sampling
-from runtime.protocol.events import TokenLogprob
 
 _MIN_TEMPERATURE = 1e-6
 """Lower ones draw as this one does, which already is the argmax unless two logits agree to seven digits."""
@@ -96,54 +96,6 @@ class RowSampler:
         self._counts = counts
 
 
-class Drawn:
-    """Tokens under way. `arrays()` is what has to be evaluated before `logprobs()` or any value is read.
-
-    tokens: int32 [rows]. finite: bool [rows], False where a row's logits hold a NaN, +inf or nothing but -inf; the token of such
-    a row means nothing but lies inside the vocabulary.
-    """
-
-    __slots__ = ("_other_arrays", "_reports", "finite", "tokens")
-
-    def __init__(
-        self, tokens: mx.array, finite: mx.array, reports: Sequence[_Report] = (), other_arrays: Sequence[mx.array] = ()
-    ) -> None:
-        self.tokens = tokens
-        self.finite = finite
-        self._reports = reports
-        self._other_arrays = other_arrays
-
-    def arrays(self) -> list[mx.array]:
-        return [self.tokens, self.finite, *self._other_arrays]
-
-    def logprobs(self) -> list[tuple[TokenLogprob, ...]]:
-        """One entry per row: its token's log-probability and the best alternatives; empty when not asked for or not finite."""
-        rows: list[tuple[TokenLogprob, ...]] = [()] * self.tokens.shape[0]
-        if self._reports:
-            tokens, finite = _values(self.tokens), _values(self.finite)
-            for report in self._reports:
-                for row, logprob, ids, values in report.rows():
-                    if finite[row]:
-                        best = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-                        rows[row] = (TokenLogprob(tokens[row], logprob, tuple(best)),)
-        return rows
-
-
-class _Report(NamedTuple):
-    """Log-probabilities of one group: chosen [rows]; ids and values [rows, alternatives], or None for none."""
-
-    row_numbers: Sequence[int]
-    chosen: mx.array
-    ids: mx.array | None
-    values: mx.array | None
-
-    def rows(self) -> list[tuple[int, float, list[int], list[float]]]:
-        nothing: list[list] = [[] for _ in self.row_numbers]
-        ids = _values(self.ids) if self.ids is not None else nothing
-        values = _values(self.values) if self.values is not None else nothing
-        return list(zip(self.row_numbers, _values(self.chosen), ids, values, strict=True))
-
-
 def draw(logits: mx.array, samplers: Sequence[RowSampler], positions: Sequence[int]) -> Drawn:
     """Draw row i's token from logits[i] ([rows, vocabulary]) for absolute position positions[i]. Lazy.
 
@@ -154,7 +106,7 @@ def draw(logits: mx.array, samplers: Sequence[RowSampler], positions: Sequence[i
     if plan.greedy:
         return Drawn(mx.argmax(logits, axis=-1).astype(mx.int32), finite)
     tokens: list[mx.array] = []
-    reports: list[_Report] = []
+    reports: list[Report] = []
     other_arrays: list[mx.array] = []
     for group in plan.groups:
         tokens.append(group.draw(logits, finite, samplers, positions, reports, other_arrays))
@@ -220,7 +172,7 @@ class _Group:
         finite: mx.array,
         samplers: Sequence[RowSampler],
         positions: Sequence[int],
-        reports: list[_Report],
+        reports: list[Report],
         other_arrays: list[mx.array],
     ) -> mx.array:
         """Tokens int32 [rows of the group]; adds what else must be evaluated, and counts the tokens for penalties."""
@@ -267,13 +219,13 @@ class _Group:
             noisy = mx.where(scores >= self.log_min_p, noisy, -mx.inf)
         return noisy
 
-    def _report(self, logits: mx.array, tokens: mx.array) -> _Report:
+    def _report(self, logits: mx.array, tokens: mx.array) -> Report:
         logprobs = logit_math.log_probabilities(logits)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
         if self.recipe.num_logprobs == 0:
-            return _Report(self.row_numbers, chosen, None, None)
+            return Report(self.row_numbers, chosen, None, None)
         ids = logit_math.best_ids(logprobs, self.recipe.num_logprobs)
-        return _Report(self.row_numbers, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
+        return Report(self.row_numbers, chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
 
 def _recipe(sampling: Sampling, vocabulary_size: int) -> Recipe:
@@ -293,10 +245,6 @@ def _recipe(sampling: Sampling, vocabulary_size: int) -> Recipe:
         min_p=sampled and sampling.min_p > 0,
         num_logprobs=min(sampling.logprobs, vocabulary_size),
     )
-
-
-def _values(array: mx.array) -> Any:
-    return array.tolist()
 
 
 def _stack(rows: list[np.ndarray | None]) -> mx.array:
