@@ -23,6 +23,8 @@ from runtime.engine.drawn import Drawn, Report
 from runtime.engine.sampling_options import check_sampling, checked_ids
 from runtime.protocol.commands import Sampling
 
+__all__ = ["Drawn", "Recipe", "RowSampler", "draw"]
+
 _MIN_TEMPERATURE = 1e-6
 """Lower ones draw as this one does, which already is the argmax unless two logits agree to seven digits."""
 
