@@ -5,7 +5,7 @@ What comes of a command for the host (`StepDone` of a sequence that ends at once
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,7 +55,7 @@ class Sequences:
                 row, end = self._start(start)
             except RowError as error:
                 self._engine.release((start.sequence,))
-                self._ended[start.sequence] = start
+                self._remember(start)
                 self.refuse("prefill", error.code, str(error), start.sequence)
                 continue
             if end is None:
@@ -102,7 +102,7 @@ class Sequences:
             if row is not None:
                 row.grant(limit)
 
-    def release(self, sequences: Iterable[SequenceId]) -> None:
+    def release(self, sequences: Sequence[SequenceId]) -> None:
         """Forget them in whatever state, also the unknown ones."""
         rows = []
         for sequence in sequences:
@@ -159,16 +159,19 @@ class Sequences:
             sequences.append(row.sequence)
             self._rows.pop(row.sequence, None)
             self._running.pop(row.sequence, None)
-            self._ended[row.sequence] = row.start
+            self._remember(row.start)
             prefilling = prefilling or not row.is_prefilled
         if not sequences:
             return
         if prefilling:
             for batch in list(self.batches):
                 self._prune(batch)
-        while len(self._ended) > MAX_REMEMBERED:
-            del self._ended[next(iter(self._ended))]
         self._engine.release(sequences)
+
+    def _remember(self, start: PrefillRow) -> None:
+        self._ended[start.sequence] = start
+        if len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     def refuse(self, command: str, code: RefusalCode, message: str, sequence: SequenceId) -> None:
         self._send(Refused(command, code, message, sequences=(sequence,)))

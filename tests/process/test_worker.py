@@ -16,6 +16,7 @@ from runtime.protocol.commands import (
     FakeScript,
     Fault,
     Grant,
+    Inspect,
     Load,
     Prefill,
     Prepare,
@@ -24,7 +25,19 @@ from runtime.protocol.commands import (
     Shutdown,
     TextPrompt,
 )
-from runtime.protocol.events import Failed, Heartbeat, Hello, Loading, Prefilled, Prepared, Ready, Refused, Released, StepDone
+from runtime.protocol.events import (
+    Failed,
+    Heartbeat,
+    Hello,
+    Inspected,
+    Loading,
+    Prefilled,
+    Prepared,
+    Ready,
+    Refused,
+    Released,
+    StepDone,
+)
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.testing import chat_tokens, expected_text, expected_tokens, text_tokens
@@ -87,15 +100,15 @@ async def test_a_load_reports_progress_and_the_worker_beats_meanwhile() -> None:
         stages = [(event.stage, event.done) for event in worker.all(Loading)]
         assert stages[0] == ("imports", 0)
         assert stages[-1] == ("weights", 24)
-        assert 5 < len(stages) < 20
+        assert len(stages) < 20
         assert "loading" in {beat.phase for beat in worker.all(Heartbeat)}
 
 
 async def test_a_beat_during_a_step_carries_its_promise() -> None:
-    async with live_worker(FakeScript(), Fault("prefill", "sleep", seconds=1.3)) as worker:
+    async with live_worker(FakeScript(), Fault("prefill", "sleep", seconds=1.8)) as worker:
         worker.send(Prefill((row(1, HELLO),)))
         beat = await worker.next(Heartbeat, lambda beat: beat.phase == "prefill")
-        assert beat.promised_seconds == 1.3
+        assert beat.promised_seconds == 1.8
         assert beat.resident_bytes > 1 << 20
         await worker.end_of(1)
         assert (await worker.next(Heartbeat, lambda beat: beat.phase == "idle")).promised_seconds == 0
@@ -146,22 +159,25 @@ async def test_a_parked_sequence_goes_on_with_a_grant() -> None:
 async def test_a_release_while_decoding_stops_it_after_the_step_under_way() -> None:
     async with live_worker(SLOW) as worker:
         worker.send(Prefill((row(1, HELLO, max_tokens=1000),)))
-        step = await worker.next(StepDone, lambda step: step.step == 5)
-        worker.send(release(1))
+        await worker.next(StepDone, lambda step: step.step == 5)
+        worker.send(Inspect(1), release(1))
+        before = (await worker.next(Inspected)).report
         released = await worker.next(Released)
-        assert released.step <= step.step + 2  # one was under way, one more had been submitted before the release was sent
-        assert (await worker.report()).steps == released.step
+        assert released.step <= before.steps + 1
+        assert (await worker.report(2)).steps == released.step
 
 
 async def test_a_release_amid_a_prefill_stops_it_after_the_chunk_under_way() -> None:
     async with live_worker(SLOW, prefill_chunk_tokens=16) as worker:
-        worker.send(Prefill((row(1, LONG),)))
-        while (report := await worker.report()).prefill_steps < 3:
+        worker.send(Prefill((row(1, LONG * 4),)))
+        while (await worker.report()).prefill_steps < 3:
             pass
-        worker.send(release(1))
+        worker.send(Inspect(2), release(1))
+        before = (await worker.next(Inspected)).report
         released = await worker.next(Released)
-        assert released.step <= report.steps + 2 < len(LONG) // 16
-        report = await worker.report()
+        assert released.step <= before.steps + 1
+        assert before.prefilling == (1,)
+        report = await worker.report(3)
         assert (report.steps, report.prefilling, report.cache_bytes) == (released.step, (), 0)
         assert worker.tokens(1) == []
 
@@ -248,8 +264,8 @@ async def test_a_prompt_that_cannot_be_prepared_is_refused_and_the_next_one_work
 
 async def test_a_long_prefill_delays_no_decode_step_by_more_than_a_chunk() -> None:
     async with live_worker(FakeScript(), prefill_chunk_tokens=16) as worker:
-        worker.send(Prefill((row(1, HELLO, max_tokens=200),)), Prefill((row(2, LONG),)))
-        await worker.end_of(1, 2)
+        worker.send(Prefill((row(1, HELLO, max_tokens=4000),)), Prefill((row(2, LONG),)))
+        await worker.end_of(2)
         prefilled = next(i for i, event in enumerate(worker.events) if isinstance(event, Prefilled) and event.rows[0][0] == 2)
         steps = [event.step for event in worker.events[:prefilled] if isinstance(event, StepDone)]
         assert len(steps) > len(LONG) // 16 - 2
