@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from runtime.protocol.commands import AnyCommand, Inspect, Prepare, Release
-from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Prepared, Refused, Released
+from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Prepared, Refused, Released, StepDone
 
 RESTART_FIRST_SECONDS = 0.5
 RESTART_MOST_SECONDS = 30.0
@@ -60,6 +60,9 @@ class Vigil:
 
     def heard(self, event: AnyEvent, now: float) -> None:
         self._heard = now
+        if isinstance(event, StepDone):  # first, being by far the most frequent
+            self._progress = now
+            return
         match event:
             case Heartbeat(step=step, phase=phase, promised_seconds=promised):
                 self._promise = max(0.0, promised)

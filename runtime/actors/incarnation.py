@@ -18,7 +18,7 @@ from runtime.config import Settings
 from runtime.errors import ExitReport
 from runtime.protocol.channel import MAX_EVENTS_PER_RECEIVE, ChannelClosed, ChannelFull, HostChannel
 from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Load, Shutdown
-from runtime.protocol.events import AnyEvent, Failed, Heartbeat, Hello, Loading, Ready, Stopped
+from runtime.protocol.events import AnyEvent, Failed, Heartbeat, Hello, Loading, Ready, StepDone, Stopped
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import Incarnation as IncarnationNumber
 
@@ -251,6 +251,10 @@ class Incarnation:
             self._hear(event)
 
     def _hear(self, event: AnyEvent) -> None:
+        if isinstance(event, StepDone) and self._stage == "ready":  # first, being by far the most frequent
+            self._phase = "decode"
+            self._pass_on(event)
+            return
         match event:
             case Heartbeat():
                 self._phase = event.phase
@@ -270,10 +274,14 @@ class Incarnation:
             case Hello() | Loading() | Ready():
                 self._decide("breach", f"it sent {type(event).__name__} while {self._stage}")
             case _ if self._stage == "ready":
-                if self._decision is None or self._decision[0] == "exit":
-                    self._owner.said(event)  # of one that is being ended nobody wants to hear
+                self._pass_on(event)
             case _:
                 self._decide("breach", f"it sent {type(event).__name__} while {self._stage}")
+
+    def _pass_on(self, event: AnyEvent) -> None:
+        """Of one that is being ended nobody wants to hear; what one said that ended by itself still counts."""
+        if self._decision is None or self._decision[0] == "exit":
+            self._owner.said(event)
 
     def _greet(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:

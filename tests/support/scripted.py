@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from runtime.protocol.channel import HostChannel, WorkerChannel
 from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Shutdown
 from runtime.protocol.events import AnyEvent, Capabilities, Hello, Loading, ModelFacts, Ready
 from runtime.protocol.ids import Incarnation, ModelName
+from tests.support.waiting import until
 
 FACTS = ModelFacts(
     kind="fake",
@@ -32,12 +32,6 @@ FACTS = ModelFacts(
     blas="none",
     load_seconds=0.0,
 )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Look again and again; the test's own limit bounds the wait."""
-    while not condition():  # noqa: ASYNC110 (what is waited for lies in sockets and other processes)
-        await anyio.sleep(0.001)
 
 
 class ScriptedProcess:

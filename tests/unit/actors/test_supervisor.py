@@ -29,7 +29,8 @@ from runtime.errors import (
 from runtime.protocol.commands import PROTOCOL_VERSION, Configure, FakeScript, Inspect, Load, Prepare, Release, TextPrompt
 from runtime.protocol.events import Failed, Heartbeat, Hello, Inspected, Loading, Ready, Released, StepDone, WorkerReport
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, SequenceId
-from tests.support.scripted import FACTS, RecordingListener, ScriptedLaunch, ScriptedProcess, until
+from tests.support.scripted import FACTS, RecordingListener, ScriptedLaunch, ScriptedProcess
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -63,11 +64,12 @@ class House:
                 self.results.append(error)
 
     async def load_ready(self, spec: ModelSpec = SPEC) -> ScriptedProcess:
-        number = len(self.launch.processes) + 1
+        number, num_results = len(self.launch.processes) + 1, len(self.results)
         self.start_loading(spec)
         process = await self.launch.process(number)
         process.become_ready()
-        await until(lambda: (spec.name, 1) in self.heard.up)
+        await until(lambda: len(self.results) > num_results)
+        assert isinstance(self.results[-1], WorkerActor)
         return process
 
     async def failure(self) -> TroupeError:
@@ -100,7 +102,6 @@ async def test_a_load_goes_through_its_states_and_reports_progress(directory: Pa
         assert it.heard.moves == [WorkerState.SPAWNED, WorkerState.CONNECTED, WorkerState.LOADING, WorkerState.READY]
         assert it.heard.progress == [Loading("weights", 1, 1)]
         assert it.heard.added == ["chat"]
-        await until(lambda: bool(it.results))
         assert it.supervisor.facts(CHAT) == FACTS
 
 
@@ -271,7 +272,6 @@ async def test_a_load_that_fails_on_restart_ends_the_model_and_a_new_load_begins
         await until(lambda: it.supervisor.find(CHAT).state is WorkerState.FAILED)
         assert isinstance(it.heard.lost[-1][1], ModelLoadFailed)
         assert it.heard.lost[-1][2] is False
-        it.heard.up.clear()
         await it.load_ready()
         assert it.supervisor.find(CHAT).state is WorkerState.READY
 
