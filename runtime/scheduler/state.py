@@ -147,7 +147,7 @@ class SchedulerState:
         if model is None or stimulus.incarnation <= model.last_incarnation:
             return  # unloaded meanwhile, or said before
         if model.incarnation is not None:
-            # Only what it held is lost with a worker that was replaced unannounced; the supervisor never does that.
+            # The supervisor announces every loss before; were it to forget, the new worker must not inherit the old one's slots.
             self.book.lose(model, ModelUnavailable(model.name, "its worker was replaced"), now)
         model.incarnation = model.last_incarnation = stimulus.incarnation
         model.facts = stimulus.facts
