@@ -6,21 +6,20 @@ need the model (a token id outside its vocabulary, a prompt its template cannot 
 
 from __future__ import annotations
 
-import json
 import math
-import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
 from runtime.errors import InvalidRequest
-from runtime.protocol.commands import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from runtime.prompts import checked_text, checked_token, make_prompt, shown, whole_number
+from runtime.protocol.commands import Prompt, Sampling
 from runtime.protocol.tokens import TokenIds
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1000
 MAX_LOGIT_BIASES = 1024
-TOKEN_ID_LIMIT = 1 << 32
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -28,7 +27,7 @@ class GenerateOptions(TypedDict, total=False):
 
     prompt: text, continued as it stands. tokens: token ids, fed as they are. messages: a chat, rendered by the model's template.
     tools, reasoning_effort, primer (text the reply begins with): given to the template, so only with `messages`.
-    max_tokens: per sequence. stop: the texts that end a sequence; they are never part of the result.
+    max_tokens: per sequence. stop: up to 16 texts that end a sequence; they are never part of the result.
     seed: None draws one, reported in the completion. n: sequences from one prompt.
     logprobs: None, or how many alternatives to report beside each chosen token.
     ignore_eos: go on past the model's end token. deadline_seconds: from submission to the end.
@@ -77,7 +76,7 @@ class Range:
     def check(self, option: str, value: object) -> float | None:
         if value is None and self.optional:
             return None
-        number = _whole(value) if self.whole else _real(value)
+        number = whole_number(value) if self.whole else _real(value)
         if number is None or number > self.high or number < self.low or (self.above and number == self.low):
             raise InvalidRequest(option, f"got {value!r}; allowed: {self.describe()}")
         return number
@@ -141,7 +140,7 @@ def validate(options: Mapping[str, Any]) -> ValidOptions:
         logprobs=-1 if logprobs is None else cast(int, logprobs),
     )
     return ValidOptions(
-        prompt=_prompt(options),
+        prompt=make_prompt(options),
         sampling=sampling,
         max_tokens=cast(int, numbers["max_tokens"]),
         stop=stop,
@@ -151,18 +150,6 @@ def validate(options: Mapping[str, Any]) -> ValidOptions:
         deadline_seconds=numbers["deadline_seconds"],
         warnings=warnings,
     )
-
-
-# -- single values ----------------------------------------------------------------------------------------------
-
-
-def _whole(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(cast(Any, value))
-    except TypeError:
-        return None
 
 
 def _real(value: object) -> float | None:
@@ -187,31 +174,16 @@ def _priority(value: object) -> Literal["interactive", "background"]:
     raise InvalidRequest("priority", f"got {value!r}; allowed: 'interactive' or 'background'")
 
 
-def _text(option: str, value: object, allowed: str = "a non-empty string") -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(option, f"got {_shown(value)}; allowed: {allowed}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            option, f"holds half a surrogate pair at character {error.start}; it is no valid Unicode text"
-        ) from None
-    return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The stop strings, and a warning for each one ignored: text of spaces alone would end nearly every reply at once."""
     allowed = f"a non-empty string, or at most {MAX_STOP_STRINGS} of them"
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray | memoryview) or len(value) > MAX_STOP_STRINGS:
-        raise InvalidRequest("stop", f"got {_shown(value)}; allowed: {allowed}")
-    texts = dict.fromkeys(_text("stop", text, allowed) for text in value)
+        raise InvalidRequest("stop", f"got {shown(value)}; allowed: {allowed}")
+    texts = dict.fromkeys(checked_text("stop", text, allowed) for text in value)
+    if any(len(text.encode()) > MAX_STOP_BYTES for text in texts):
+        raise InvalidRequest("stop", f"a stop string has more than {MAX_STOP_BYTES} bytes")
     warnings = tuple(f"stop: {text!r} is white space only and was ignored" for text in texts if text.isspace())
     return tuple(text for text in texts if not text.isspace()), warnings
 
@@ -219,96 +191,9 @@ def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIASES:
         raise InvalidRequest(
-            "logit_bias", f"got {_shown(value)}; allowed: a dict of at most {MAX_LOGIT_BIASES} token ids to numbers"
+            "logit_bias", f"got {shown(value)}; allowed: a dict of at most {MAX_LOGIT_BIASES} token ids to numbers"
         )
     pairs = []
     for token, bias in value.items():
-        pairs.append((_token("logit_bias", token), cast(float, LOGIT_BIAS.check(f"logit_bias[{token!r}]", bias))))
+        pairs.append((checked_token("logit_bias", token), cast(float, LOGIT_BIAS.check(f"logit_bias[{token!r}]", bias))))
     return tuple(sorted(pairs))
-
-
-def _token(option: str, value: object) -> int:
-    token = _whole(value)
-    if token is None or not 0 <= token < TOKEN_ID_LIMIT:
-        raise InvalidRequest(option, f"got {_shown(value)}; allowed: whole token ids from 0 to {TOKEN_ID_LIMIT - 1}")
-    return token
-
-
-# -- prompts ----------------------------------------------------------------------------------------------------
-
-_KINDS = ("prompt", "tokens", "messages")
-_CHAT_ONLY = ("tools", "reasoning_effort", "primer")
-
-
-def _prompt(options: Mapping[str, Any]) -> Prompt:
-    given = [kind for kind in _KINDS if options.get(kind) is not None]
-    if len(given) != 1:
-        got = " and ".join(given) if given else "none of them"
-        raise InvalidRequest(given[-1] if given else "prompt", f"give exactly one of {', '.join(_KINDS)}; got {got}")
-    kind = given[0]
-    if kind != "messages":
-        for name in _CHAT_ONLY:
-            if options.get(name) is not None:
-                raise InvalidRequest(name, f"is given to the chat template, so it needs messages; got it beside {kind}")
-    value = options[kind]
-    if kind == "prompt":
-        return TextPrompt(_text("prompt", value))
-    if kind == "tokens":
-        return TokenPrompt(_tokens(value))
-    primer, effort = options.get("primer"), options.get("reasoning_effort")
-    return ChatPrompt(
-        messages_json=_messages(value),
-        tools_json=_tools(options.get("tools")),
-        reasoning_effort=None if effort is None else _text("reasoning_effort", effort),
-        primer=None if primer is None else _text("primer", primer),
-    )
-
-
-def _tokens(value: object) -> TokenIds:
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise InvalidRequest("tokens", f"got {_shown(value)}; allowed: a non-empty list of token ids")
-    ids = value if isinstance(value, TokenIds) else TokenIds([_token("tokens", token) for token in value])
-    if not len(ids):
-        raise InvalidRequest("tokens", "is empty; at least one token id is needed")
-    return ids
-
-
-def _messages(value: object) -> str:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
-        raise InvalidRequest("messages", f"got {_shown(value)}; allowed: a non-empty list of {{'role': …, 'content': …}}")
-    for number, message in enumerate(value):
-        where = f"messages[{number}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequest(where, f"got {_shown(message)}; allowed: {{'role': …, 'content': …}}")
-        _text(f"{where}.role", message.get("role"))
-        content = message.get("content")
-        if not (content is None and message.get("tool_calls")):
-            _content(f"{where}.content", content)
-    return _json("messages", [dict(message) for message in value])
-
-
-def _content(where: str, content: object) -> None:
-    """A string (empty is allowed: some templates want a turn without words) or a list of text parts."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise InvalidRequest(where, f"got {_shown(content)}; allowed: a string, or a list of {{'type': 'text', 'text': …}}")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(where, f"got the part {_shown(part)}; allowed: {{'type': 'text', 'text': …}}")
-
-
-def _tools(value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not all(isinstance(tool, Mapping) for tool in value):
-        raise InvalidRequest("tools", f"got {_shown(value)}; allowed: a list of tool definitions (dicts)")
-    return _json("tools", [dict(tool) for tool in value]) if value else None
-
-
-def _json(option: str, value: object) -> str:
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(option, f"cannot be written as JSON: {error}") from None
-    return _text(option, text)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import anyio
 
 from runtime.actors.health import Vigil
+from runtime.actors.roles import Owner, Process
 from runtime.config import Settings
 from runtime.errors import ExitReport
 from runtime.protocol.channel import MAX_EVENTS_PER_RECEIVE, ChannelClosed, ChannelFull, HostChannel
-from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Load, Shutdown
+from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Shutdown
 from runtime.protocol.events import AnyEvent, Failed, Heartbeat, Hello, Loading, Ready, StepDone, Stopped
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import Incarnation as IncarnationNumber
@@ -46,48 +47,6 @@ class Ending:
     detail: str
     report: ExitReport
     reason: str = "error"
-
-
-class Process(Protocol):
-    """What an incarnation needs of its process; see `runtime.actors.process`."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs, and when a signal ended it."""
-        ...
-
-    async def wait(self) -> object:
-        """Until it has exited."""
-        ...
-
-    def kill(self) -> None:
-        """SIGKILL; harmless when it has exited."""
-        ...
-
-    async def shut_down(self, grace_seconds: float) -> None:
-        """The ladder, from waiting for what `Shutdown` asked for to SIGKILL; it has ended when this is left."""
-        ...
-
-    async def close(self) -> None:
-        """Make sure that nothing of it is left, bounded; called shielded, exactly once."""
-        ...
-
-    def report(self, phase: str) -> ExitReport: ...
-
-
-class Owner(Protocol):
-    """Who started the incarnation and hears of it. Called on the loop's thread; never blocks."""
-
-    def load_command(self) -> Load: ...
-    def connected(self) -> None: ...
-    def loading(self) -> None: ...
-    def progressed(self, progress: Loading) -> None: ...
-    def ready(self, event: Ready) -> None: ...
-    def said(self, event: AnyEvent) -> None: ...
-    def beat(self, event: Heartbeat) -> None: ...
 
 
 class Incarnation:
@@ -131,6 +90,8 @@ class Incarnation:
             self._channel.send(command)
         except ChannelFull as error:
             self._decide("breach", str(error))
+        except FrameError as error:  # the host's own options are bounded so that this cannot happen; nobody may wait for ever
+            self._decide("breach", f"a command to it cannot be sent: {error}")
         except ChannelClosed:
             pass
         else:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import anyio
+import zmq
 from anyio.abc import TaskGroup
 
 from runtime.actors.blas import BlasChoice, choose_blas
@@ -28,7 +29,10 @@ class Launcher:
     async def __call__(self, spec: ModelSpec, key: str, incarnation: Incarnation) -> tuple[WorkerProcess, HostChannel]:
         """:raises OSError: the process cannot be started; nothing is left."""
         changes = {} if spec.kind == "fake" else (await self._choose_blas()).changes
-        channel = HostChannel(self._directory, key)
+        try:
+            channel = HostChannel(self._directory, key)
+        except zmq.ZMQError as error:  # for instance no descriptor is left
+            raise OSError(error.errno, f"its channel cannot be opened: {error}") from error
         try:
             process = await spawn_worker(
                 self._group,

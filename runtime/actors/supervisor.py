@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runtime.actors.lifecycle import WorkerState
-from runtime.actors.listener import Listener
+from runtime.actors.roles import Listener
 from runtime.actors.worker_actor import Launch, WorkerActor
 from runtime.config import ModelSpec, Settings
 from runtime.errors import ModelLoadFailed, ModelNotLoaded, RuntimeClosed, TroupeError

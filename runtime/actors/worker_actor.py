@@ -13,9 +13,9 @@ import anyio
 import msgspec
 
 from runtime.actors.health import RestartBudget
-from runtime.actors.incarnation import Ending, Incarnation, Process
+from runtime.actors.incarnation import Ending, Incarnation
 from runtime.actors.lifecycle import Lifecycle, WorkerState
-from runtime.actors.listener import Listener
+from runtime.actors.roles import Listener, Process
 from runtime.config import ModelSpec, Settings
 from runtime.errors import (
     ExitReport,

@@ -19,7 +19,8 @@ ALLOWED: dict[str, str] = {
     "engine": LOW,
     "worker": f"{LOW} prefix engine",
     # the host side: what an app holds
-    "options": LOW,
+    "options": f"{LOW} prompts",
+    "prompts": LOW,
     "info": f"{LOW} scheduler",
     "completion": f"{LOW} scheduler",
     "watch": f"{LOW} info",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
 from runtime.options import ALLOWED_OPTIONS, RANGES, validate
+from runtime.prompts import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 from runtime.protocol.commands import ChatPrompt, Prefill, PrefillRow, Prepare, TextPrompt, TokenPrompt
 from runtime.protocol.frames import encode
 from runtime.protocol.ids import RequestId, SequenceId
@@ -145,6 +146,20 @@ def test_what_only_a_template_understands_needs_messages(name: str) -> None:
     assert "messages" in str(error)
 
 
+def test_what_could_not_be_sent_is_refused_by_its_size() -> None:
+    for options in (
+        {"prompt": "x" * (MAX_TEXT_BYTES + 1)},
+        {"messages": [{"role": "user", "content": "é" * (MAX_TEXT_BYTES // 2)}]},
+    ):
+        with pytest.raises(InvalidRequest, match=str(MAX_TEXT_BYTES)):
+            validate(options)
+    with pytest.raises(InvalidRequest, match=str(MAX_PROMPT_TOKENS)):
+        validate({"tokens": TokenIds.from_bytes(bytes(4 * MAX_PROMPT_TOKENS + 4))})
+    largest = "x" * (MAX_TEXT_BYTES - 100)
+    messages, tools = [{"role": "user", "content": largest}], [{"name": largest}]
+    encode(Prepare(RequestId(1), validate({"messages": messages, "tools": tools, "primer": largest}).prompt))
+
+
 def test_recursive_messages_are_refused() -> None:
     message: dict[str, Any] = {"role": "user", "content": "hi"}
     message["self"] = message
@@ -164,7 +179,7 @@ def test_a_stop_of_white_space_only_is_ignored_with_a_warning() -> None:
     assert "'  '" in valid.warnings[0]
 
 
-@pytest.mark.parametrize("wrong", ["", [""], [1], 5, None, b"END", ["a"] * 17, ["\ud800"]])
+@pytest.mark.parametrize("wrong", ["", [""], [1], 5, None, b"END", ["a"] * 17, ["\ud800"], "x" * 1001])
 def test_other_stops_are_refused(wrong: Any) -> None:
     assert refused(stop=wrong).option == "stop"
 
