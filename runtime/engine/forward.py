@@ -57,6 +57,12 @@ class Group:
         for index, row in enumerate(self.rows):
             yield Group(self.batch, [row], [self.places[index]], [self.feeds[index]], [self.samples[index]])
 
+    def sampled_positions(self) -> tuple[list[int], list[int]]:
+        """Rows that sample and the column of each one's last real token."""
+        rows = [index for index, sampled in enumerate(self.samples) if sampled]
+        widths = self.widths or [1] * len(self.rows)
+        return rows, [widths[index] - 1 for index in rows]
+
     def padded(self) -> list[list[int]]:
         """Ids [rows, widest]. A row is padded with its own last token, so that no foreign value enters its forward."""
         assert self.widths is not None
@@ -84,6 +90,7 @@ def sampled_logits(logits: mx.array, group: Group) -> mx.array:
     everyone = len(group.samplers) == len(group.rows)
     if everyone and group.real_widths is None:
         return logits[:, -1]
-    widths = group.widths or [1] * len(group.rows)
-    chosen = [index for index, sampled in enumerate(group.samples) if sampled]
-    return logits[mx.array(chosen), mx.array([widths[index] - 1 for index in chosen])]
+    if not group.samplers:
+        return logits[:0, 0]
+    rows, columns = group.sampled_positions()
+    return logits[mx.array(rows), mx.array(columns)]

@@ -56,6 +56,7 @@ def load(load: Load, progress: Progress) -> Loaded:
         vocabulary_size=num_ids,
         context_length=checkpoint.context_length,
         costs=costs,
+        tap=proof.tap,
     )
     facts = ModelFacts(
         kind="lm",

@@ -19,6 +19,7 @@ from runtime.engine.costs import StepCosts
 from runtime.engine.engine import PendingStep, RowError, RowStep
 from runtime.engine.forward import Group, feed_array, sampled_logits
 from runtime.engine.grouping import MAX_WASTED_TOKENS, width_groups
+from runtime.engine.head import HeadTap
 from runtime.engine.layers import Kind
 from runtime.engine.pending import LmPendingStep, Part
 from runtime.engine.placing import Places
@@ -36,7 +37,7 @@ class LmEngine:
     """See `runtime.engine.engine.Engine` for what each method promises.
 
     kinds: the caches the model wants. vocabulary_size: ids below it are valid to feed and may be drawn. costs: what is known of
-    this model's forwards so far.
+    this model's forwards so far. tap: keeps logits that no row samples from being computed.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LmEngine:
         vocabulary_size: int,
         context_length: int,
         costs: StepCosts | None = None,
+        tap: HeadTap | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
@@ -58,6 +60,7 @@ class LmEngine:
         self._rows: dict[SequenceId, Row] = {}
         self._places = Places(model, kinds, is_batched=capabilities.batched_decode)
         self._costs = costs or StepCosts()
+        self._tap = tap
         self._num_steps = 0
         self._last_end = 0.0
         # A decode step of the same rows as the one before reuses its groups, unless something moved in between.
@@ -206,9 +209,15 @@ class LmEngine:
         return [self._sampled(group, logits)]
 
     def _forward(self, group: Group) -> mx.array:
+        """Logits [sampled rows, vocabulary], lazy."""
         rows = group.rows
         tokens = feed_array(rows) if group.widths is None else mx.array(group.padded())
-        logits = group.batch.forward(self._model, len(rows), tokens, group.real_widths)
+        if self._tap is not None and group.samplers and tokens.shape[1] > 1:
+            with self._tap.picking(*group.sampled_positions()):
+                logits = group.batch.forward(self._model, len(rows), tokens, group.real_widths)[:, 0]
+        else:
+            logits = group.batch.forward(self._model, len(rows), tokens, group.real_widths)
+            logits = sampled_logits(logits, group)
         for row in rows:
             row.owed = []
         return logits
@@ -221,10 +230,9 @@ class LmEngine:
             if row.must_rewind:
                 row.sampler.rewind(row.known[row.prompt_length : row.num_cached])
                 row.must_rewind = False
-        chosen = sampled_logits(logits, group)
-        if chosen.shape[-1] > self._vocabulary_size:
-            chosen = chosen[:, : self._vocabulary_size]  # columns that only fill up a round number
-        drawn = draw(chosen, group.samplers, positions)
+        if logits.shape[-1] > self._vocabulary_size:
+            logits = logits[:, : self._vocabulary_size]  # the other columns only fill up a round number
+        drawn = draw(logits, group.samplers, positions)
         for index, row in enumerate(group.sampled_rows):
             row.note_draw(positions[index], drawn.tokens, index)
         return Part(group, drawn, positions, tuple(drawn.arrays()))

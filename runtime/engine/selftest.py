@@ -27,6 +27,7 @@ from runtime.engine import blas
 from runtime.engine.batch import Batch, OwnBatch, RaggedBatch
 from runtime.engine.costs import StepCosts
 from runtime.engine.grouping import width_groups
+from runtime.engine.head import HeadTap, install_tap
 from runtime.engine.layers import Attention, Kind, Unknown, flattened
 from runtime.engine.rows import Row
 from runtime.engine.sampling import RowSampler
@@ -45,6 +46,7 @@ _NUM_CONTINUED = 8
 class Proof:
     capabilities: Capabilities
     logits_width: int
+    tap: HeadTap | None
 
 
 class _Disproof(Exception):
@@ -52,7 +54,7 @@ class _Disproof(Exception):
 
 
 def prove(model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts | None = None) -> Proof:
-    """Run all proofs. Takes about 15 forwards of a few tokens; `costs` learns what they took.
+    """Run all proofs. Takes about 16 forwards of a few tokens; `costs` learns what they took.
 
     :raises Exception: whatever the model raises when it runs a single row with its own caches.
     """
@@ -91,13 +93,15 @@ class _SelfTest:
         else:
             # Rows then run in the model's own caches, so chunks have to be proved with these.
             chunked = self._holds("chunked prefill", self._prove_chunked_alone, notes)
+        tap = install_tap(self._model)
+        is_tapped = self._holds("leaving out logits nobody looks at", lambda: self._prove_tap(tap), notes)
         rollback: Literal["free", "replay", "none"] = "none"
         if goes_back:
             rollback = "free" if all(isinstance(kind, Attention) for kind in flattened(self._kinds)) else "replay"
         capabilities = Capabilities(
             batched_decode=batched, padded_prefill=padded, chunked_prefill=chunked, rollback=rollback, notes=tuple(notes)
         )
-        return Proof(capabilities, self._expected[0].shape[-1])
+        return Proof(capabilities, self._expected[0].shape[-1], tap if is_tapped else None)
 
     def _holds(self, what: str, proof: Callable[[], None], notes: list[str]) -> bool:
         try:
@@ -179,6 +183,14 @@ class _SelfTest:
             row.cut(length)
         self._trial.feed(batch, dict.fromkeys(kept, 1), is_padded=is_padded)
 
+    def _prove_tap(self, tap: HeadTap) -> None:
+        """Only the last position's logits, and the same ones."""
+        with tap.picking([0], [len(self._ids[2]) - 1]):
+            logits = self._alone(self._ids[2])
+        if tap.num_picked != 1 or logits.shape[0] != 1:
+            raise _Disproof(f"the output layer was met {tap.num_picked} times and gave logits of shape {logits.shape}")
+        self._trial.compare(self._expected[2][-1:], logits, "the last position only")
+
     def _batch_of(self, rows: Sequence[Row]) -> RaggedBatch:
         batch = RaggedBatch(self._kinds)
         batch.add_fresh(rows)
@@ -231,9 +243,9 @@ class _Trial:
             num = wrong_from.get(row, widths[index])
             if num:
                 expected = self._expected[row.sequence][starts[row] : starts[row] + num]
-                self._compare(expected, logits[index, :num], f"{len(rows)} rows of {widths} tokens")
+                self.compare(expected, logits[index, :num], f"{len(rows)} rows of {widths} tokens")
 
-    def _compare(self, expected: mx.array, got: mx.array, manner: str) -> None:
+    def compare(self, expected: mx.array, got: mx.array, manner: str) -> None:
         expected, got = expected.astype(mx.float32), got.astype(mx.float32)
         if self._is_exact:
             if not mx.array_equal(expected, got).item():
