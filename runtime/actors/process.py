@@ -20,7 +20,6 @@ from typing import Final
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
 
-import runtime
 from runtime.actors.exits import wait_for_exit
 from runtime.errors import ExitReport
 
@@ -45,7 +44,7 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
     The worker must find this very package, and no other module of the user's working directory by accident.
     """
     made = {**base, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
-    source = os.path.dirname(os.path.dirname(os.path.abspath(runtime.__file__)))
+    source = str(Path(__file__).absolute().parents[2])
     if source not in {
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),

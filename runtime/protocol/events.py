@@ -200,17 +200,4 @@ class Stopped(Event, tag="stopped"):
     step: int
 
 
-AnyEvent = (
-    Hello
-    | Loading
-    | Ready
-    | Prepared
-    | Prefilled
-    | StepDone
-    | Released
-    | Refused
-    | Heartbeat
-    | Inspected
-    | Failed
-    | Stopped
-)
+AnyEvent = Hello | Loading | Ready | Prepared | Prefilled | StepDone | Released | Refused | Heartbeat | Inspected | Failed | Stopped
