@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import anyio
 
+from runtime.actors.endings import Cause, Ending
 from runtime.actors.health import Vigil
 from runtime.actors.roles import Owner, Process
 from runtime.config import Settings
-from runtime.errors import ExitReport
 from runtime.protocol.channel import MAX_EVENTS_PER_RECEIVE, ChannelClosed, ChannelFull, HostChannel
 from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Shutdown
 from runtime.protocol.events import AnyEvent, Failed, Heartbeat, Hello, Loading, Ready, StepDone, Stopped
@@ -29,24 +28,6 @@ LAST_WORDS_SECONDS = 0.25
 """What a process that has exited by itself said last gets this long to come in, when it may explain the exit."""
 REMAINDER_SECONDS = 0.02
 """The same for results of a worker that ended in another way."""
-
-Cause = Literal["asked", "killed", "unborn", "exit", "silence", "breach", "version", "refused", "late"]
-"""Why an incarnation ended.
-
-asked, killed: by us, orderly or at once. unborn: it could not be started. exit: its process ended by itself. silence: it missed a
-deadline. breach: it said what the protocol does not allow, or takes no commands any more. version: it speaks another protocol.
-refused: it said why it cannot load. late: Hello or Ready did not come in time.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """`detail`: in words, empty when the report says all. `reason`: the load failure's code when `cause` is "refused"."""
-
-    cause: Cause
-    detail: str
-    report: ExitReport
-    reason: str = "error"
 
 
 class Incarnation:

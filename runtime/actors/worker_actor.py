@@ -12,21 +12,17 @@ from collections.abc import Awaitable, Callable
 import anyio
 import msgspec
 
+from runtime.actors.endings import Ending, last_error, load_error, worker_error
 from runtime.actors.health import RestartBudget
-from runtime.actors.incarnation import Ending, Incarnation
+from runtime.actors.incarnation import Incarnation
 from runtime.actors.lifecycle import Lifecycle, WorkerState
 from runtime.actors.roles import Listener, Process
 from runtime.config import ModelSpec, Settings
 from runtime.errors import (
     ExitReport,
-    ModelLoadFailed,
     ModelNotLoaded,
     ModelUnavailable,
-    ProtocolMismatch,
     TroupeError,
-    WorkerCrashed,
-    WorkerError,
-    WorkerUnresponsive,
 )
 from runtime.protocol.channel import HostChannel
 from runtime.protocol.commands import AnyCommand, Configure, Inspect, Load
@@ -76,6 +72,7 @@ class WorkerActor:
         self._incarnation: Incarnation | None = None
         self._num_malformed_before = 0
         self._stopping = anyio.Event()
+        self._launching = anyio.CancelScope()
         self._inspections: dict[int, tuple[anyio.Event, list[WorkerReport]]] = {}
         self._inspection_numbers = itertools.count(1)
 
@@ -142,6 +139,7 @@ class WorkerActor:
     def stop(self, *, at_once: bool = False) -> None:
         """End it for good: in order when it is ready and not `at_once`. `over` is set when nothing of it is left. Idempotent."""
         self._stopping.set()
+        self._launching.cancel()  # a stopped actor launches nothing any more
         if self._incarnation is None:
             return
         if at_once:
@@ -164,12 +162,22 @@ class WorkerActor:
 
     async def _live_once(self) -> bool:
         """One incarnation, and the wait before the next. False: there is no next."""
+        self._launching = anyio.CancelScope()
+        if self.is_stopping:
+            self._launching.cancel()
         self._number = IncarnationNumber(self._number + 1)
-        try:
-            process, channel = await self._launch(self.spec, f"w{self._serial}.{self._number}", self._number)
-        except OSError as error:
+        born = None
+        why_not = "its start was cancelled"
+        with self._launching:
+            try:
+                born = await self._launch(self.spec, f"w{self._serial}.{self._number}", self._number)
+            except OSError as error:
+                why_not = f"its process cannot be started: {error}"
+        if born is None:
             self._move(WorkerState.SPAWNED)
-            return await self._bury(self._unborn(error))
+            report = ExitReport(self.name, 0, self._number, None, None, "unborn", 0.0, "")
+            return await self._bury(Ending("unborn", why_not, report))
+        process, channel = born
         self._incarnation = Incarnation(self._number, process, channel, self, self._settings, self._clock)
         self._move(WorkerState.SPAWNED)
         if self.is_stopping:
@@ -182,10 +190,6 @@ class WorkerActor:
             self.last_beat = None
             self._end_inspections()
         return await self._bury(ending)
-
-    def _unborn(self, error: OSError) -> Ending:
-        report = ExitReport(self.name, 0, self._number, None, None, "unborn", 0.0, "")
-        return Ending("unborn", f"its process cannot be started: {error}", report)
 
     async def _bury(self, ending: Ending) -> bool:
         if self._lifecycle.state is WorkerState.DRAINING and ending.cause == "asked":
@@ -200,30 +204,20 @@ class WorkerActor:
             self._move(WorkerState.FAILED)
             self._listener.model_removed(self.name, self.error)
             return False
-        wait = None if ending.cause in ("refused", "version") else self._budget.died(self._clock())
-        error = worker_error(self.name, ending)
+        wait = self._budget.died(self._clock()) if ending.may_be_repeated else None
         if wait is None:
-            self.error = self._last_error(ending, error)
+            self.error = last_error(self.name, ending)
             self._move(WorkerState.FAILED)
             self._listener.worker_lost(self.name, self._number, self.error, ending.report, False)
             return False
         self._move(WorkerState.BACKOFF)
-        self._listener.worker_lost(self.name, self._number, error, ending.report, True)
+        self._listener.worker_lost(self.name, self._number, worker_error(self.name, ending), ending.report, True)
         with anyio.move_on_after(wait):
             await self._stopping.wait()
             self._move(WorkerState.STOPPED)
             return False
         self.num_restarts += 1
         return True
-
-    def _last_error(self, ending: Ending, error: TroupeError) -> TroupeError:
-        if ending.cause in ("refused", "version"):
-            return load_error(self.name, ending)
-        unavailable = ModelUnavailable(
-            self.name, f"its worker died too often and is not restarted; load it again. The last time: {error}"
-        )
-        unavailable.__cause__ = error
-        return unavailable
 
     def _move(self, to: WorkerState) -> None:
         left = self._lifecycle.move(to)
@@ -266,32 +260,3 @@ class WorkerActor:
 
     def beat(self, event: Heartbeat) -> None:
         self.last_beat = event
-
-
-def worker_error(model: str, ending: Ending) -> WorkerError:
-    """What the callers of a worker get that was ready, or was being restarted."""
-    if ending.cause == "version":
-        return ProtocolMismatch(ending.report, f"worker of model {model!r}: {ending.detail}; reinstall mlx-troupe")
-    if ending.cause == "unborn":
-        return WorkerCrashed(ending.report, f"worker of model {model!r}: {ending.detail}")
-    if ending.cause in ("silence", "late", "breach"):
-        return WorkerUnresponsive(
-            ending.report, f"worker of model {model!r} was ended because {ending.detail}. {ending.report.describe()}"
-        )
-    return WorkerCrashed(ending.report, f"{ending.report.describe()}\n{ending.detail}" if ending.detail else None)
-
-
-def load_error(model: str, ending: Ending) -> TroupeError:
-    """What the callers of a first load get. Its cause carries the report."""
-    error = worker_error(model, ending)
-    match ending.cause:
-        case "version":
-            return error
-        case "refused":
-            failed = ModelLoadFailed(model, ending.detail, reason=ending.reason)
-        case "late" | "silence":
-            failed = ModelLoadFailed(model, str(error), reason="timeout")
-        case _:
-            failed = ModelLoadFailed(model, f"the worker ended before the model was ready: {error}", reason="crashed")
-    failed.__cause__ = error
-    return failed

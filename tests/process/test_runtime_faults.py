@@ -66,6 +66,41 @@ async def test_a_killed_worker_is_told_to_all_its_callers_at_once_and_comes_back
         assert dying.pid != pid
 
 
+async def test_a_crowd_whose_worker_is_killed_again_and_again_gets_right_tokens_or_typed_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("runtime.actors.health.RESTART_FIRST_SECONDS", 0.01)
+    outcomes: list[str] = []
+    partial: list[tuple[list[int], str]] = []
+
+    async def ask(number: int) -> None:
+        prompt = text_tokens(f"{number}")
+        while True:
+            try:
+                answer = await rt.tenant(f"{number % 3}").generate("chat", tokens=prompt, max_tokens=60)
+            except runtime.WorkerCrashed as error:
+                outcomes.append("crashed")
+                partial.append((prompt, error.partial_text))
+            else:
+                outcomes.append("answer")
+                assert list(answer.token_ids) == expected_tokens(prompt, max_tokens=60)
+                return
+
+    async with runtime.Runtime() as rt:
+        await rt.load(fake_model("chat", max_slots=8, decode_seconds_per_step=0.003))
+        async with anyio.create_task_group() as group:
+            for number in range(24):
+                group.start_soon(ask, number)
+            for incarnation in (1, 2, 3):
+                await until(lambda incarnation=incarnation: model(rt, "chat").incarnation == incarnation)
+                await until(lambda: rt.stats().scheduler.models["chat"].running >= 8)  # type: ignore[index]
+                kill(rt, "chat")
+        assert outcomes.count("answer") == 24
+        assert outcomes.count("crashed") >= 3 * 8
+        assert all(expected_text(prompt, max_tokens=60).startswith(text) for prompt, text in partial)
+        rt._scheduler.state.validate()
+
+
 STEPS: tuple[Literal["import", "load", "prepare", "prefill", "decode", "release", "shutdown"], ...] = (
     "import",
     "load",

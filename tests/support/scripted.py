@@ -109,11 +109,16 @@ class ScriptedLaunch:
     def __init__(self, directory: Path) -> None:
         self.processes: list[ScriptedProcess] = []
         self.failure: OSError | None = None
+        self.is_stuck = False
+        self.num_launches = 0
         self._directory = directory
 
     async def __call__(self, spec: ModelSpec, key: str, incarnation: Incarnation) -> tuple[ScriptedProcess, HostChannel]:
+        self.num_launches += 1
         if self.failure is not None:
             raise self.failure
+        if self.is_stuck:
+            await anyio.sleep_forever()
         channel = HostChannel(self._directory, key)
         process = ScriptedProcess(spec.name, self._directory, key, incarnation)
         self.processes.append(process)

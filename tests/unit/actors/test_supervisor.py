@@ -228,6 +228,23 @@ async def test_a_process_that_cannot_be_started_is_a_failed_load(directory: Path
         assert "no python here" in str(error)
 
 
+@pytest.mark.parametrize("way", ["cancel", "unload", "close"])
+async def test_a_start_that_takes_for_ever_can_be_given_up(directory: Path, way: str) -> None:
+    async with house(directory) as it:
+        it.launch.is_stuck = True
+        scope = it.start_loading()
+        await until(lambda: it.launch.num_launches)
+        if way == "cancel":
+            scope.cancel()
+        elif way == "unload":
+            await it.supervisor.unload(CHAT)
+        else:
+            await it.supervisor.close()
+        await until(lambda: it.heard.moves == [WorkerState.SPAWNED, WorkerState.DEAD, WorkerState.STOPPED])
+        assert it.launch.processes == []
+        assert it.supervisor.actors() == []
+
+
 @pytest.mark.parametrize(
     "event", [Ready(FACTS), Loading("weights"), StepDone(1, ()), Released((), (), 0), Hello(PROTOCOL_VERSION, 1, 1)]
 )
