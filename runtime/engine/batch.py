@@ -36,7 +36,7 @@ class Batch(Protocol):
         """Make exactly these rows the first ones, in whatever order. True when the order changed."""
         ...
 
-    def remove(self, row: Row) -> None: ...
+    def remove(self, rows: Sequence[Row]) -> None: ...
 
     def give_back(self) -> None:
         """Return memory that rows which left no longer need."""
@@ -132,8 +132,7 @@ class RaggedBatch:
             family.append_from(source, places, lengths)
         for state, state_source in zip(self._recurrent, other._recurrent, strict=True):
             state.append_from(state_source, places, len(self.rows))
-        for row in rows:
-            other.remove(row)
+        other.remove(rows)
         self._append(rows)
 
     def _adopt(self, other: RaggedBatch) -> None:
@@ -148,21 +147,34 @@ class RaggedBatch:
         for row in rows:
             row.batch = self
 
-    def remove(self, row: Row) -> None:
-        place = self.rows.index(row)
-        last = len(self.rows) - 1
+    def remove(self, rows: Sequence[Row]) -> None:
+        """The last rows move into the holes."""
+        leaving = {self.rows.index(row) for row in rows}
+        num_left = len(self.rows) - len(leaving)
+        holes = sorted(place for place in leaving if place < num_left)
+        movers = [place for place in range(num_left, len(self.rows)) if place not in leaving]
+        self._relocate(movers, holes, num_left)
+        for row in rows:
+            self._stood.pop(row, None)
+            row.batch = None
+
+    def _relocate(self, sources: Sequence[int], targets: Sequence[int], num_left: int) -> None:
+        """Row sources[i] moves to targets[i]; the first `num_left` rows remain."""
+        if sources:
+            contents = [layer.gathered_rows(sources) for layer in self._attention]
+            mx.eval(contents)
+            for layer, content in zip(self._attention, contents, strict=True):
+                layer.overwrite_rows(targets, content)
         for family in self._families:
-            family.remove(place)
-        if self._recurrent and last > 0:
-            order = list(range(last))
-            if place != last:
-                order[place] = last
+            family.relocate(sources, targets, num_left)
+        order = list(range(len(self.rows)))
+        for source, target in zip(sources, targets, strict=True):
+            order[target] = source
+        order = order[:num_left]
+        if sources or num_left < len(self.rows):
             for state in self._recurrent:
                 state.permute(order)
-        self.rows[place] = self.rows[last]
-        self.rows.pop()
-        self._stood.pop(row, None)
-        row.batch = None
+        self.rows = [self.rows[place] for place in order]
 
     def give_back(self) -> None:
         if self.rows:
@@ -177,14 +189,7 @@ class RaggedBatch:
         if not strangers:
             return False
         members = [place for place in range(num_rows, len(self.rows)) if self.rows[place] in wanted]
-        order = list(range(len(self.rows)))
-        for one, other in zip(strangers, members, strict=True):
-            order[one], order[other] = other, one
-            for family in self._families:
-                family.swap(one, other)
-        for state in self._recurrent:
-            state.permute(order)
-        self.rows = [self.rows[place] for place in order]
+        self._relocate([*members, *strangers], [*strangers, *members], len(self.rows))
         return True
 
     def rewind(self, row: Row, length: int) -> list[int] | None:
@@ -232,9 +237,10 @@ class OwnBatch:
     def bring_forward(self, rows: Sequence[Row]) -> bool:
         return False
 
-    def remove(self, row: Row) -> None:
-        self.rows.remove(row)
-        row.batch = None
+    def remove(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.rows.remove(row)
+            row.batch = None
 
     def give_back(self) -> None:
         pass

@@ -86,7 +86,9 @@ class LmEngine:
         return self._rows[sequence].length
 
     def truncate(self, sequence: SequenceId, length: int) -> None:
-        row = self._rows[sequence]
+        row = self._rows.get(sequence)
+        if row is None:
+            raise RowError("invalid_request", f"sequence {sequence} is not in this engine")
         if not 0 <= length <= row.length:
             raise RowError("invalid_request", f"cannot truncate to {length}: {row.length} tokens are fed")
         row.settle()
@@ -106,14 +108,18 @@ class LmEngine:
 
     def release(self, sequences: Sequence[SequenceId]) -> None:
         leaving = [row for sequence in sequences if (row := self._rows.pop(sequence, None)) is not None]
-        if leaving:
-            self._places.leave(leaving)
+        self._let_go(leaving)
 
     def _fail(self, row: Row, error: RowError) -> None:
         row.error = error
         if self._rows.get(row.sequence) is row:
             del self._rows[row.sequence]
-            self._places.leave([row])
+            self._let_go([row])
+
+    def _let_go(self, rows: Sequence[Row]) -> None:
+        if rows:
+            self._places.leave(rows)
+            self._repeatable = None  # it would hold on to their batch
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

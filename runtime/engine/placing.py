@@ -67,12 +67,12 @@ class Places:
     def leave(self, rows: Iterable[Row]) -> None:
         """These rows are gone; what only they needed is given back."""
         self.moves += 1
-        left: dict[Batch, None] = {}
+        left: dict[Batch, list[Row]] = {}
         for row in rows:
             if row.batch is not None:
-                left[row.batch] = None
-                row.batch.remove(row)
-        for batch in left:
+                left.setdefault(row.batch, []).append(row)
+        for batch, leaving in left.items():
+            batch.remove(leaving)
             if batch is self._stage and not batch.rows:
                 self._stage = RaggedBatch(self._kinds)  # the old one's memory goes with it
             else:

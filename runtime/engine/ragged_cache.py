@@ -102,17 +102,16 @@ class RaggedKV:
     def _shape_like(self, array: mx.array) -> tuple[int, int, int, int]:
         return (self.family.row_capacity, array.shape[1], self.family.capacity, array.shape[3])
 
-    def move_row(self, source: int, target: int) -> None:
-        if self.keys is not None and self.values is not None:
-            index = mx.array([source])  # a gather, not a slice: a view of the same buffer would force a copy of it all
-            self.keys[target : target + 1] = self.keys[index]
-            self.values[target : target + 1] = self.values[index]
+    def gathered_rows(self, rows: Sequence[int]) -> list[mx.array]:
+        """Copies of these rows, lazy."""
+        index = mx.array(list(rows))
+        return [] if self.keys is None or self.values is None else [self.keys[index], self.values[index]]
 
-    def swap_rows(self, one: int, other: int) -> None:
+    def overwrite_rows(self, rows: Sequence[int], contents: Sequence[mx.array]) -> None:
+        """`contents`: what `gathered_rows` gave, evaluated: while the gather is under way, a write would copy the whole cache."""
         if self.keys is not None and self.values is not None:
-            index, targets = mx.array([other, one]), mx.array([one, other])
-            self.keys[targets] = self.keys[index]
-            self.values[targets] = self.values[index]
+            index = mx.array(list(rows))
+            self.keys[index], self.values[index] = contents
 
     def drop_front(self, drops: Sequence[int], capacity: int) -> None:
         """Shift each row's slots towards the front by its drop. What comes in at the back is behind the row's length."""

@@ -50,6 +50,9 @@ class RaggedState(ArraysCache):  # type: ignore[misc]
 
     def permute(self, order: Sequence[int]) -> None:
         """Row i becomes what row order[i] was; rows not in `order` are gone."""
+        if not order:
+            self.cache = [None] * len(self.cache)
+            return
         index = mx.array(list(order))
         self.cache = [None if array is None else array[index] for array in self.cache]
 

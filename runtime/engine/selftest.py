@@ -155,7 +155,7 @@ class _SelfTest:
         self._trial.feed(stage, dict.fromkeys(early, 1))
         stage.take([late], late_batch)
         self._trial.feed(stage, dict.fromkeys([*early, late], 1))
-        stage.remove(early[0])
+        stage.remove([early[0]])
         self._trial.feed(stage, {late: 1})
         self._trial.feed(stage, {late: 1, early[1]: 1})
         self._proved = stage

@@ -43,10 +43,6 @@ class Layer(Protocol):
 
     def copy_rows(self, source: Any, rows: Sequence[int], first: int) -> None: ...
 
-    def move_row(self, source: int, target: int) -> None: ...
-
-    def swap_rows(self, one: int, other: int) -> None: ...
-
     def drop_front(self, drops: Sequence[int], capacity: int) -> None: ...
 
 
@@ -209,19 +205,12 @@ class Family:
             layer.copy_rows(source, rows, present)
         self.bases += [other.bases[row] for row in rows]
 
-    def remove(self, row: int) -> None:
-        """The last row moves into the hole."""
-        last = len(self.bases) - 1
-        if row != last:
-            for layer in self.layers:
-                layer.move_row(last, row)
-            self.bases[row] = self.bases[last]
-        self.bases.pop()
-
-    def swap(self, one: int, other: int) -> None:
-        for layer in self.layers:
-            layer.swap_rows(one, other)
-        self.bases[one], self.bases[other] = self.bases[other], self.bases[one]
+    def relocate(self, sources: Sequence[int], targets: Sequence[int], num_left: int) -> None:
+        """Row sources[i] has moved to targets[i]; `num_left` rows remain. (The layers' contents are moved by the batch.)"""
+        moved = [self.bases[source] for source in sources]
+        for target, base in zip(targets, moved, strict=True):
+            self.bases[target] = base
+        del self.bases[num_left:]
 
     def can_truncate(self, row: int, length: int) -> bool:
         """Whether everything a query at `length` may see is still there."""

@@ -1,0 +1,186 @@
+"""The self-test believes nothing that a model has not shown, and what it switches off costs speed, never correctness."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import KVCache
+
+from runtime.engine import lm
+from runtime.engine.engine import LoadError
+from runtime.engine.layers import Attention, Composite, Recurrent, Unknown, kinds_of
+from runtime.engine.lm_engine import LmEngine
+from runtime.engine.recurrent import RaggedState
+from runtime.engine.selftest import Proof, prove
+from runtime.engine.slots import Family
+from tests.support.crowd import load_engine, make_guests, run_alone, run_crowd
+from tests.support.tiny import VOCABULARY_SIZE, MakeTiny
+
+
+def load_model(directory: Any) -> Any:
+    model, _ = mlx_lm.load(str(directory))
+    return model
+
+
+def proof_of(model: Any) -> Proof:
+    return prove(model, kinds_of(model), VOCABULARY_SIZE)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt_oss"])
+def test_attention_models_show_everything(tiny: MakeTiny, family: str) -> None:
+    proof = proof_of(load_model(tiny(family)))
+    assert proof.capabilities.batched_decode
+    assert proof.capabilities.padded_prefill
+    assert proof.capabilities.chunked_prefill
+    assert proof.capabilities.rollback == "free"
+    assert proof.capabilities.notes == ()
+    assert proof.tap is not None
+    assert proof.logits_width == VOCABULARY_SIZE
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "mamba2"])
+def test_recurrent_models_that_mind_padding_show_everything_with_replay(tiny: MakeTiny, family: str) -> None:
+    capabilities = proof_of(load_model(tiny(family))).capabilities
+    assert capabilities.batched_decode
+    assert capabilities.padded_prefill
+    assert capabilities.rollback == "replay"
+    assert capabilities.notes == ()
+
+
+def test_mamba_which_does_not_mind_padding_is_found_out(tiny: MakeTiny) -> None:
+    capabilities = proof_of(load_model(tiny("mamba"))).capabilities
+    assert capabilities.batched_decode
+    assert not capabilities.padded_prefill
+    (note,) = capabilities.notes
+    assert "right-padded prefill is off: logits differ by" in note
+
+
+def test_kinds_are_told_by_exact_class(tiny: MakeTiny) -> None:
+    assert kinds_of(load_model(tiny("llama"))) == (Attention(None), Attention(None))
+    assert set(kinds_of(load_model(tiny("gemma3_text")))) == {Attention(None), Attention(16)}
+    assert kinds_of(load_model(tiny("lfm2"))) == (Recurrent(1), Attention(None), Recurrent(1))
+    falcon = load_model(tiny("llama"))
+    falcon.make_cache = lambda: [mlx_lm.models.cache.CacheList(mlx_lm.models.cache.ArraysCache(size=2), KVCache())] * 2
+    assert kinds_of(falcon) == (Composite((Recurrent(2), Attention(None))),) * 2
+
+
+class ForeignCache(KVCache):  # type: ignore[misc]
+    """Works like its parent, but nobody knows that."""
+
+
+def test_a_model_with_an_unknown_cache_runs_one_row_at_a_time_and_rightly(tiny: MakeTiny) -> None:
+    model = load_model(tiny("llama"))
+    model.make_cache = lambda: [ForeignCache() for _ in model.layers]
+    assert kinds_of(model) == (Unknown("ForeignCache"),) * 2
+    proof = proof_of(model)
+    assert not proof.capabilities.batched_decode
+    assert proof.capabilities.chunked_prefill
+    assert proof.capabilities.rollback == "none"
+    assert "ForeignCache" in proof.capabilities.notes[0]
+    _assert_right(model, proof, tiny)
+
+
+def test_a_model_whose_positions_depend_on_the_chunk_is_given_its_prompts_in_one_piece(tiny: MakeTiny) -> None:
+    """Dynamic NTK scaling looks at the length of what is fed, and cannot be told several lengths at once."""
+    directory = tiny("llama", rope_scaling={"type": "dynamic", "factor": 4.0}, max_position_embeddings=8)
+    loaded = load_engine(directory)
+    capabilities = loaded.facts.capabilities
+    assert not capabilities.batched_decode
+    assert not capabilities.chunked_prefill
+    guests = [guest for guest in make_guests(5, 10, [2, 3, 4, 5], num_tokens=2) if len(guest.prompt) + guest.num_tokens < 8]
+    assert len(guests) > 5
+    evening = run_crowd(loaded.engine, guests, 3, longest_chunk=3)
+    assert evening.said == {guest.sequence: run_alone(loaded.engine, guest) for guest in guests}
+
+
+def test_rows_that_leak_into_each_other_are_kept_apart(tiny: MakeTiny) -> None:
+    model = load_model(tiny("llama"))
+    leaky = _Wrapped(model, lambda logits: logits + 0.01 * mx.mean(logits, axis=0, keepdims=True) * (logits.shape[0] > 1))
+    proof = proof_of(leaky)
+    assert not proof.capabilities.batched_decode
+    assert any("batched decode is off: logits differ" in note for note in proof.capabilities.notes)
+    _assert_right(leaky, proof, tiny)
+
+
+def test_a_model_that_raises_on_several_rows_runs_them_one_at_a_time(tiny: MakeTiny) -> None:
+    def one_at_a_time(logits: mx.array) -> mx.array:
+        if logits.shape[0] > 1:
+            raise ValueError("only one row, please")
+        return logits
+
+    model = _Wrapped(load_model(tiny("llama")), one_at_a_time)
+    proof = proof_of(model)
+    assert not proof.capabilities.batched_decode
+    assert any("only one row, please" in note for note in proof.capabilities.notes)
+    _assert_right(model, proof, tiny)
+
+
+def test_logits_that_are_no_numbers_prove_nothing(tiny: MakeTiny) -> None:
+    model = _Wrapped(load_model(tiny("lfm2")), lambda logits: logits * float("nan"))
+    capabilities = proof_of(model).capabilities
+    assert not (capabilities.batched_decode or capabilities.chunked_prefill or capabilities.padded_prefill)
+
+
+def test_a_mask_that_forgets_the_window_is_noticed(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_mask = Family._make_mask
+    monkeypatch.setattr(Family, "_make_mask", lambda self, window, return_array: make_mask(self, None, return_array))
+    assert not proof_of(load_model(tiny("gemma3_text"))).capabilities.batched_decode
+
+
+def test_a_state_that_is_not_restored_is_noticed(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RaggedState, "restore", lambda self, row, snapshot, source: None)
+    capabilities = proof_of(load_model(tiny("lfm2"))).capabilities
+    assert capabilities.rollback == "none"
+    assert capabilities.padded_prefill
+    assert any("rollback is off" in note for note in capabilities.notes)
+
+
+def test_a_model_whose_output_bypasses_the_tap_computes_all_logits(tiny: MakeTiny) -> None:
+    model = load_model(tiny("llama"))
+    head = model.lm_head
+    bypass = _Wrapped(model, lambda logits: logits)
+    del model.lm_head
+    model.projection = head
+    model.args.tie_word_embeddings = False
+    type_of_model = type(model)
+    bypass.call = lambda tokens, cache: model.projection(type_of_model.__getattr__(model, "model")(tokens, cache))
+    proof = proof_of(bypass)
+    assert proof.tap is None
+    assert proof.capabilities.batched_decode
+    assert any("logits nobody looks at" in note for note in proof.capabilities.notes)
+
+
+def test_a_limit_of_open_files_that_mlx_lm_cannot_live_with_is_told_as_that() -> None:
+    with pytest.raises(LoadError, match="at most 1024 files"):
+        lm.check_open_files(1024)
+    lm.check_open_files(4096)
+    lm.check_open_files(-1)
+
+
+class _Wrapped:
+    """A model whose logits pass through `change`."""
+
+    def __init__(self, model: Any, change: Any) -> None:
+        self._model = model
+        self._change = change
+        self.call: Any = lambda tokens, cache: model(tokens, cache=cache)
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+        return self._change(self.call(tokens, cache))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _assert_right(model: Any, proof: Proof, tiny: MakeTiny) -> None:
+    """A crowd through an engine restricted by `proof` says what the healthy model's rows say alone."""
+    restricted = LmEngine(
+        model, kinds_of(model), proof.capabilities, vocabulary_size=VOCABULARY_SIZE, context_length=2048, tap=proof.tap
+    )
+    healthy = load_engine(tiny("llama")).engine
+    guests = make_guests(9, 10, [1, 5, 30])
+    evening = run_crowd(restricted, guests, 4, longest_chunk=12)
+    assert evening.said == {guest.sequence: run_alone(healthy, guest) for guest in guests}
