@@ -78,9 +78,8 @@ def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
             if _never_given(book, model, sequence_id):
                 return
             continue
-        if sequence.state is SequenceState.RELEASING or length <= sequence.prefilled_length:
+        if sequence.state is SequenceState.RELEASING:
             continue
-        sequence.prefilled_length = length
         news[sequence.record.request.id] = sequence.record
         if length >= sequence.prompt_length and sequence.state is SequenceState.PREFILLING:
             _start_decoding(book, model, sequence)

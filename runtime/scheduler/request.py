@@ -113,7 +113,7 @@ class Sequence:
     """One token series. `committed` is the replay log: exactly what the client's stream holds or will hold.
 
     Lengths are absolute (prompt included). `charged_length`: up to which its tenant has been charged; 0 while WAITING.
-    `prefilled_length`: as last reported. `num_read`: committed tokens its client has read. `placed_at`: when it got its slot.
+    `num_read`: committed tokens its client has read. `placed_at`: when it got its slot.
     """
 
     id: SequenceId
@@ -126,7 +126,6 @@ class Sequence:
     limit: int = 0
     num_read: int = 0
     charged_length: int = 0
-    prefilled_length: int = 0
     placed_at: float = 0.0
     batch: Batch | None = None
     finish: FinishReason | None = None

@@ -55,6 +55,17 @@ def test_a_tenant_that_may_not_queue_at_all_is_served_whenever_a_slot_is_free() 
     house.submit("now")  # the slot is promised to be free, though the worker has not said Released yet
 
 
+def test_the_models_queue_counts_a_slot_as_free_once_its_request_has_ended() -> None:
+    house = House(Settings(max_queued=1))
+    house.up(slots=1)
+    _, sequence = house.start()
+    house.submit()
+    with pytest.raises(Overloaded):
+        house.submit()
+    house.finish(sequence)
+    house.submit()
+
+
 def test_a_tenants_queue_is_counted_over_all_models() -> None:
     house = House()
     house.tenant("t", max_running=100, max_queued=2)

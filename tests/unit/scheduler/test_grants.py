@@ -62,6 +62,14 @@ def test_grants_for_many_sequences_travel_in_one_command(house: House) -> None:
     assert dict(grant.limits) == dict.fromkeys(rows, 3 + 8 + WINDOW)
 
 
+def test_a_sequence_that_ends_is_granted_nothing_more(house: House) -> None:
+    request, sequence = house.start(max_tokens=100, windowed=True)
+    house.step(sequence, num_steps=8)
+    house.read(request, 8)
+    house.finish(sequence)
+    assert house.limits() == []
+
+
 def test_a_grant_never_goes_beyond_the_sequences_end_nor_back(house: House) -> None:
     request, sequence = house.start(max_tokens=20, windowed=True)
     house.step(sequence, num_steps=10)

@@ -140,15 +140,17 @@ async def test_cancelling_a_stream_ends_it_before_the_call_returns() -> None:
 
 async def test_a_worker_lost_from_within_a_send_ends_its_requests_and_not_the_scheduler() -> None:
     scheduler, port = a_scheduler()
+    earlier = submit(scheduler)
 
     def lose(command: AnyCommand) -> None:
         if isinstance(command, Prepare):
             scheduler.offer(WorkerLost(MODEL, FIRST, crash(), None, True))
+            assert earlier.outcome is None, "one stimulus is carried out before the next is handled"
 
     port.on_send = lose
-    stream = submit(scheduler)
-    assert stream.outcome is not None
-    assert isinstance(stream.outcome.error, WorkerCrashed)
+    for stream in (submit(scheduler), earlier):
+        assert stream.outcome is not None
+        assert isinstance(stream.outcome.error, WorkerCrashed)
     scheduler.state.validate()
     port.on_send = lambda command: None
     scheduler.offer(WorkerUp(MODEL, Incarnation(2), facts()))
