@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import anyio
 import anyio.lowlevel
@@ -23,8 +23,9 @@ from runtime.desk import RequestDesk
 from runtime.errors import ExitReport, InvalidRequest, RuntimeClosed, TroupeError
 from runtime.info import ModelInfo, ModelState, RuntimeStats, WorkerStats
 from runtime.locate import Location, locate
+from runtime.options import PromptOptions, validate_prompt
 from runtime.protocol.commands import Load
-from runtime.protocol.events import AnyEvent, Capabilities, Loading, ModelFacts, WorkerReport
+from runtime.protocol.events import AnyEvent, Capabilities, Loading, ModelFacts, Refused, WorkerReport
 from runtime.protocol.ids import Incarnation, ModelName, TenantId
 from runtime.scheduler.scheduler import Scheduler
 from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, TenantSet, WorkerLost, WorkerSaid, WorkerUp
@@ -120,7 +121,7 @@ class Runtime:
     # -- models ---------------------------------------------------------------------------------------------
 
     async def load(self, spec: ModelSpec) -> ModelInfo:
-        """Load a model under its name; returns when it is ready. Asking again for the same spec gives the same model.
+        """Load a model under its name; returns when it is ready. Asking again for the same spec gives the model there is at once.
 
         Cancelling the call ends the load, unless others wait for it too.
 
@@ -178,6 +179,18 @@ class Runtime:
         """A worker's own count of itself. :raises ModelNotLoaded: :raises ModelUnavailable: no worker serves now."""
         self._require_open()
         return await self._supervisor.inspect(ModelName(name))
+
+    async def tokenize(self, name: str, **options: Unpack[PromptOptions]) -> list[int]:
+        """The token ids that a request with this prompt would feed.
+
+        :raises InvalidRequest: also when the model's template cannot render it. :raises ModelNotLoaded: :raises ModelUnavailable:
+        """
+        self._require_open()
+        prompt = validate_prompt(options)
+        answer = await self._supervisor.find(ModelName(name)).prepare(self._scheduler.new_request_id(), prompt)
+        if isinstance(answer, Refused):
+            raise InvalidRequest("prompt", answer.message)
+        return answer.tokens.tolist()
 
     # -- clients and watchers -------------------------------------------------------------------------------
 

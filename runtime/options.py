@@ -22,15 +22,11 @@ MAX_STOP_BYTES = 1000
 MAX_LOGIT_BIASES = 1024
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Keyword options of `Tenant.generate` and `Tenant.stream`; exactly one of `prompt`, `tokens` and `messages` is required.
+class PromptOptions(TypedDict, total=False):
+    """What the model is given; exactly one of `prompt`, `tokens` and `messages` is required.
 
     prompt: text, continued as it stands. tokens: token ids, fed as they are. messages: a chat, rendered by the model's template.
     tools, reasoning_effort, primer (text the reply begins with): given to the template, so only with `messages`.
-    max_tokens: per sequence. stop: up to 16 texts that end a sequence; they are never part of the result.
-    seed: None draws one, reported in the completion. n: sequences from one prompt.
-    logprobs: None, or how many alternatives to report beside each chosen token.
-    ignore_eos: go on past the model's end token. deadline_seconds: from submission to the end.
     """
 
     prompt: str
@@ -39,6 +35,17 @@ class GenerateOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     reasoning_effort: str | None
     primer: str | None
+
+
+class GenerateOptions(PromptOptions, total=False):
+    """Keyword options of `Tenant.generate` and `Tenant.stream`: those of the prompt, and
+
+    max_tokens: per sequence. stop: up to 16 texts that end a sequence; they are never part of the result.
+    seed: None draws one, reported in the completion. n: sequences from one prompt.
+    logprobs: None, or how many alternatives to report beside each chosen token.
+    ignore_eos: go on past the model's end token. deadline_seconds: from submission to the end.
+    """
+
     max_tokens: int
     temperature: float
     top_p: float
@@ -100,7 +107,8 @@ RANGES: dict[str, Range] = {
 
 LOGIT_BIAS = Range(-10_000, 10_000, None)
 
-ALLOWED_OPTIONS = tuple(sorted(GenerateOptions.__annotations__))
+ALLOWED_OPTIONS = tuple(sorted(GenerateOptions.__optional_keys__))
+PROMPT_OPTIONS = tuple(sorted(PromptOptions.__optional_keys__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +128,7 @@ class ValidOptions:
 
 def validate(options: Mapping[str, Any]) -> ValidOptions:
     """:raises InvalidRequest: names the first option at fault and what is allowed."""
-    for name in options:
-        if name not in GenerateOptions.__annotations__:
-            raise InvalidRequest(name, f"unknown option; allowed: {', '.join(ALLOWED_OPTIONS)}")
+    _require_known(options, ALLOWED_OPTIONS)
     numbers = {name: allowed.check(name, options.get(name, allowed.default)) for name, allowed in RANGES.items()}
     stop, warnings = _stop(options.get("stop", ()))
     seed, logprobs = numbers["seed"], numbers["logprobs"]
@@ -150,6 +156,18 @@ def validate(options: Mapping[str, Any]) -> ValidOptions:
         deadline_seconds=numbers["deadline_seconds"],
         warnings=warnings,
     )
+
+
+def validate_prompt(options: Mapping[str, Any]) -> Prompt:
+    """The prompt alone. :raises InvalidRequest: as `validate`."""
+    _require_known(options, PROMPT_OPTIONS)
+    return make_prompt(options)
+
+
+def _require_known(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    for name in options:
+        if name not in allowed:
+            raise InvalidRequest(name, f"unknown option; allowed: {', '.join(allowed)}")
 
 
 def _real(value: object) -> float | None:

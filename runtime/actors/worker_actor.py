@@ -25,13 +25,21 @@ from runtime.errors import (
     TroupeError,
 )
 from runtime.protocol.channel import HostChannel
-from runtime.protocol.commands import AnyCommand, Configure, Inspect, Load
-from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Loading, ModelFacts, Ready, WorkerReport
+from runtime.protocol.commands import AnyCommand, Configure, Inspect, Load, Prepare, Prompt
+from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Loading, ModelFacts, Prepared, Ready, Refused, WorkerReport
 from runtime.protocol.ids import Incarnation as IncarnationNumber
-from runtime.protocol.ids import ModelName
+from runtime.protocol.ids import ModelName, RequestId
 
 Launch = Callable[[ModelSpec, str, IncarnationNumber], Awaitable[tuple[Process, HostChannel]]]
 """(spec, key, incarnation) → a started process and its open channel. :raises OSError: the process cannot be started."""
+
+
+class _Question:
+    """One command that somebody awaits the answer of. `answer` stays None when the worker ends before."""
+
+    def __init__(self) -> None:
+        self.answered = anyio.Event()
+        self.answer: AnyEvent | None = None
 
 
 class WorkerActor:
@@ -73,7 +81,7 @@ class WorkerActor:
         self._num_malformed_before = 0
         self._stopping = anyio.Event()
         self._launching = anyio.CancelScope()
-        self._inspections: dict[int, tuple[anyio.Event, list[WorkerReport]]] = {}
+        self._questions: dict[tuple[str, int], _Question] = {}
         self._inspection_numbers = itertools.count(1)
 
     # -- facts ----------------------------------------------------------------------------------------------
@@ -121,20 +129,27 @@ class WorkerActor:
 
     async def inspect(self) -> WorkerReport:
         """:raises ModelUnavailable: no process serves now, or it ended before it answered."""
+        number = next(self._inspection_numbers)
+        answer = await self._ask(("inspect", number), Inspect(number))
+        assert isinstance(answer, Inspected)
+        return answer.report
+
+    async def prepare(self, request: RequestId, prompt: Prompt) -> Prepared | Refused:
+        """Render and tokenize a prompt under an id that nothing else has. :raises ModelUnavailable: as `inspect`."""
+        answer = await self._ask(("prepare", request), Prepare(request, prompt))
+        assert isinstance(answer, Prepared | Refused)
+        return answer
+
+    async def _ask(self, key: tuple[str, int], command: AnyCommand) -> AnyEvent:
         current = self._incarnation
         if current is None or not current.is_ready:
-            raise ModelUnavailable(self.name, f"is {self.state.value}, so there is no worker to inspect")
-        number = next(self._inspection_numbers)
-        answered, reports = anyio.Event(), list[WorkerReport]()
-        self._inspections[number] = answered, reports
-        try:
-            current.send(Inspect(number))
-            await answered.wait()
-        finally:
-            self._inspections.pop(number, None)
-        if not reports:
-            raise ModelUnavailable(self.name, "its worker ended before it answered the inspection; try again")
-        return reports[0]
+            raise ModelUnavailable(self.name, f"is {self.state.value}, so no worker can answer now; try again")
+        question = self._questions[key] = _Question()
+        current.send(command)
+        await question.answered.wait()
+        if question.answer is None:
+            raise ModelUnavailable(self.name, "its worker ended before it answered; try again")
+        return question.answer
 
     def stop(self, *, at_once: bool = False) -> None:
         """End it for good: in order when it is ready and not `at_once`. `over` is set when nothing of it is left. Idempotent."""
@@ -188,7 +203,7 @@ class WorkerActor:
             self._num_malformed_before += self._incarnation.num_malformed
             self._incarnation = None
             self.last_beat = None
-            self._end_inspections()
+            self._end_questions()
         return await self._bury(ending)
 
     async def _bury(self, ending: Ending) -> bool:
@@ -223,9 +238,10 @@ class WorkerActor:
         left = self._lifecycle.move(to)
         self._listener.worker_moved(self.name, left, to, self._number, self.pid)
 
-    def _end_inspections(self) -> None:
-        for answered, _ in self._inspections.values():
-            answered.set()
+    def _end_questions(self) -> None:
+        for question in self._questions.values():
+            question.answered.set()
+        self._questions.clear()
 
     # -- what the incarnation tells (its `Owner`) -----------------------------------------------------------
 
@@ -250,13 +266,22 @@ class WorkerActor:
         self.settled.set()
 
     def said(self, event: AnyEvent) -> None:
-        if isinstance(event, Inspected):
-            waiting = self._inspections.get(event.number)
-            if waiting is not None:
-                waiting[1].append(event.report)
-                waiting[0].set()
-        else:
+        question = self._questions.pop(_question_key(event), None) if self._questions else None
+        if question is not None:  # also of one who no longer waits: it is nobody else's business
+            question.answer = event
+            question.answered.set()
+        elif not isinstance(event, Inspected):
             self._listener.worker_said(self.name, self._number, event)
 
     def beat(self, event: Heartbeat) -> None:
         self.last_beat = event
+
+
+def _question_key(event: AnyEvent) -> tuple[str, int]:
+    match event:
+        case Inspected(number=number):
+            return ("inspect", number)
+        case Prepared(request=request) | Refused(requests=(request,)):
+            return ("prepare", request)
+        case _:
+            return ("", 0)

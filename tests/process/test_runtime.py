@@ -15,7 +15,7 @@ import anyio.to_thread
 import pytest
 
 import runtime
-from runtime.testing import Fault, expected_text, expected_tokens, fake_model, text_tokens
+from runtime.testing import Fault, chat_tokens, expected_text, expected_tokens, fake_model, text_tokens
 from tests.support import census
 from tests.support.waiting import until
 
@@ -45,7 +45,7 @@ async def test_two_models_serve_three_tenants_at_once_each_from_its_own_process(
                     for number in range(3):
                         group.start_soon(ask, rt.tenant(name), model, f"{name} {model} {number} " + "x" * number * 40)
         assert wrong == []
-        one, two = rt.models()
+        one, two = sorted(rt.models(), key=lambda info: info.name)
         assert (one.name, two.name, one.state, two.state) == ("one", "two", "ready", "ready")
         assert len({one.pid, two.pid, os.getpid()}) == 3
         stats = rt.stats().scheduler
@@ -298,6 +298,26 @@ async def test_a_watcher_sees_the_load_and_the_requests() -> None:
     (queued,) = [event for event in seen if isinstance(event, runtime.RequestQueued)]
     (ended,) = [event for event in seen if isinstance(event, runtime.RequestEnded)]
     assert (queued.request, queued.tenant, ended.state) == (ended.request, "a", "finished")
+
+
+async def test_prompts_can_be_tokenized_beside_running_requests() -> None:
+    messages = [{"role": "user", "content": "Hi 東京"}]
+    async with runtime.Runtime() as rt:
+        await rt.load(fake_model("chat", **SLOW))
+        async with rt.tenant("a").stream("chat", prompt="hi", max_tokens=10_000) as stream:
+            await anext(stream)
+            assert await rt.tokenize("chat", prompt="Hi 東京") == text_tokens("Hi 東京")
+            assert await rt.tokenize("chat", messages=messages, primer="So") == chat_tokens(messages, primer="So")
+            with anyio.move_on_after(0):
+                await rt.tokenize("chat", prompt="left at once")
+            with pytest.raises(runtime.InvalidRequest, match="exactly one"):
+                await rt.tokenize("chat")
+            with pytest.raises(runtime.InvalidRequest, match="max_tokens"):
+                await rt.tokenize("chat", prompt="hi", max_tokens=3)
+            with pytest.raises(runtime.ModelNotLoaded):
+                await rt.tokenize("other", prompt="hi")
+            await anext(stream)
+        assert rt.models()[0].restarts == 0
 
 
 @pytest.mark.parametrize("name", ["временный каталог", "临时目录", "cafe\u0301", "n" * 150])
