@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Overloaded,
         ProtocolMismatch,
         RequestError,
+        RunDirectoryError,
         RuntimeClosed,
         TenantLimitReached,
         TroupeError,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     )
     from runtime.host import Runtime
     from runtime.info import ModelInfo, RuntimeStats, WorkerStats
-    from runtime.options import GenerateOptions
+    from runtime.options import GenerateOptions, PromptOptions
     from runtime.protocol.events import Capabilities, WorkerReport
     from runtime.watch import (
         LoadProgress,
@@ -72,6 +73,7 @@ _HOMES = {
         "Overloaded",
         "ProtocolMismatch",
         "RequestError",
+        "RunDirectoryError",
         "RuntimeClosed",
         "TenantLimitReached",
         "TroupeError",
@@ -81,7 +83,7 @@ _HOMES = {
     ),
     "host": ("Runtime",),
     "info": ("ModelInfo", "RuntimeStats", "WorkerStats"),
-    "options": ("GenerateOptions",),
+    "options": ("GenerateOptions", "PromptOptions"),
     "protocol.events": ("Capabilities", "WorkerReport"),
     "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
 }
@@ -108,10 +110,12 @@ __all__ = [
     "ModelStateChanged",
     "ModelUnavailable",
     "Overloaded",
+    "PromptOptions",
     "ProtocolMismatch",
     "RequestEnded",
     "RequestError",
     "RequestQueued",
+    "RunDirectoryError",
     "Runtime",
     "RuntimeClosed",
     "RuntimeStats",
