@@ -80,16 +80,15 @@ def feed_array(rows: Sequence[Row]) -> mx.array:
     if all(draw is not None and draw[0] is source for draw in draws):
         indices = [draw[1] for draw in draws if draw is not None]
         if indices == list(range(source.shape[0])):
-            return source[:, None]
+            return mx.expand_dims(source, 1)
         return source[mx.array(indices)][:, None]
     return mx.stack([draw[0][draw[1]] for draw in draws if draw is not None])[:, None]
 
 
 def sampled_logits(logits: mx.array, group: Group) -> mx.array:
     """Logits [sampled rows, vocabulary] at the last real position of every row that samples."""
-    everyone = len(group.samplers) == len(group.rows)
-    if everyone and group.real_widths is None:
-        return logits[:, -1]
+    if len(group.samplers) == len(group.rows) and group.real_widths is None:
+        return mx.squeeze(logits, 1) if logits.shape[1] == 1 else logits[:, -1]
     if not group.samplers:
         return logits[:0, 0]
     rows, columns = group.sampled_positions()

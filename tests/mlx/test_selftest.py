@@ -121,7 +121,9 @@ def test_a_model_that_raises_on_several_rows_runs_them_one_at_a_time(tiny: MakeT
 def test_logits_that_are_no_numbers_prove_nothing(tiny: MakeTiny) -> None:
     model = _Wrapped(load_model(tiny("lfm2")), lambda logits: logits * float("nan"))
     capabilities = proof_of(model).capabilities
-    assert not (capabilities.batched_decode or capabilities.chunked_prefill or capabilities.padded_prefill)
+    assert not capabilities.batched_decode
+    assert not capabilities.chunked_prefill
+    assert not capabilities.padded_prefill
 
 
 def test_a_mask_that_forgets_the_window_is_noticed(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
