@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
 from runtime import store
 from runtime.cli.bars import Lines
-from runtime.cli.demo import demo_models
+from runtime.cli.demo import Talk, demo_models, stream_view
 from runtime.config import Settings
 from tests.support.tiny import TinyShelf
 
@@ -178,6 +181,17 @@ def test_plain_progress_says_each_stage_and_each_quarter_once() -> None:
     assert lines.update("tiny", "waiting", 0, 0) == []
     assert [lines.update("tiny", "imports", done, 1) for done in (0, 1)] == [["tiny: imports"], []]
     assert lines.update("tiny", "convert", 2, 4) == ["tiny: convert 2 of 4"]
+
+
+@pytest.mark.parametrize("letter", ["a", "東"])
+def test_the_live_view_shows_the_end_of_a_text_that_is_too_long(letter: str) -> None:
+    console = Console(width=60, file=io.StringIO())
+    console.print(stream_view([Talk("reader", "small", text=letter * 200 + " the end")], console.width))
+    head, line = cast(io.StringIO, console.file).getvalue().splitlines()
+    assert head.split() == ["tenant", "model", "tokens", "text"]
+    assert line.startswith(" reader  small")
+    assert line.rstrip().endswith(f"{letter} the end")
+    assert "…" not in line
 
 
 def test_the_demo_shows_two_different_models_on_every_platform() -> None:

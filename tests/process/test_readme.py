@@ -18,7 +18,7 @@ PROGRAMS = re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", README,
 
 
 def output_of(program: str) -> str:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -35,12 +35,12 @@ def test_the_testing_program_prints_what_the_readme_says() -> None:
 
 
 @pytest.mark.real_model
-def test_the_first_program_prints_paris_twice() -> None:
-    """Not compared word for word: it draws with temperature on whatever BLAS is there."""
+def test_the_first_program_says_paris() -> None:
+    """Its greedy answer is compared; its other line is drawn with a temperature on whatever BLAS is there."""
     (program, printed) = PROGRAMS[0]
-    output = output_of(program)
-    assert output.count("Paris") >= 2 <= printed.count("Paris")
-    assert len(output.splitlines()) == len(printed.splitlines())
+    output = output_of(program).splitlines()
+    assert output[1:] == printed.splitlines()[1:]
+    assert "Paris" in output[1]
 
 
 @pytest.mark.parametrize("option", RANGES)
