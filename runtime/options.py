@@ -202,8 +202,9 @@ def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
     texts = dict.fromkeys(checked_text("stop", text, allowed) for text in value)
     if any(len(text.encode()) > MAX_STOP_BYTES for text in texts):
         raise InvalidRequest("stop", f"a stop string has more than {MAX_STOP_BYTES} bytes")
-    warnings = tuple(f"stop: {text!r} is white space only and was ignored" for text in texts if text.isspace())
-    return tuple(text for text in texts if not text.isspace()), warnings
+    # Line breaks are stops in earnest ("\n\n" ends a paragraph); spaces stand between nearly all words.
+    kept = tuple(text for text in texts if text.strip(" "))
+    return kept, tuple(f"stop: {text!r} is spaces only and was ignored" for text in texts if text not in kept)
 
 
 def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:

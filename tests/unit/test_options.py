@@ -172,7 +172,11 @@ def test_stop_takes_one_string_or_several_and_drops_repeats() -> None:
     assert validate({"prompt": "hi", "stop": ["END", "ENDING", "END"]}).stop == ("END", "ENDING")
 
 
-def test_a_stop_of_white_space_only_is_ignored_with_a_warning() -> None:
+def test_line_breaks_are_stops_in_earnest() -> None:
+    assert validate({"prompt": "hi", "stop": ["\n\n", "\t"]}).stop == ("\n\n", "\t")
+
+
+def test_a_stop_of_spaces_only_is_ignored_with_a_warning() -> None:
     valid = validate({"prompt": "hi", "stop": ["  ", "END"]})
     assert valid.stop == ("END",)
     assert len(valid.warnings) == 1
