@@ -20,7 +20,11 @@ async def test_ragged_requests_joining_and_leaving_equal_the_same_requests_alone
     with anyio.fail_after(60):
         async with runtime.Runtime(runtime.Settings(stream_window_tokens=4, prefill_chunk_tokens=32)) as rt:
             await rt.load(spec)
-            tenants = [rt.tenant("a"), rt.tenant("b", runtime.TenantSpec(weight=5.0)), rt.tenant("c", runtime.TenantSpec(max_running=1))]
+            tenants = [
+                rt.tenant("a"),
+                rt.tenant("b", runtime.TenantSpec(weight=5.0)),
+                rt.tenant("c", runtime.TenantSpec(max_running=1)),
+            ]
             together = await run_together(tenants, "fake", asks)
             report = await rt.inspect("fake")
             assert (report.running, report.prefilling, report.parked, report.preparing) == ((), (), (), ())
