@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     home: directory of fetched models; None is the user cache directory (`TROUPE_HOME` overrides).
     blas: "auto" lets CPU workers use OpenBLAS when it is there; "reference" keeps MLX's own, bit-exact over batch shapes.
-    compute_threads: BLAS threads of each worker; None divides the cores by the loaded models.
+    compute_threads: BLAS threads of each worker; None divides all cores but one among the loaded models.
     connect_seconds: from spawn to the worker's Hello. load_seconds: from Hello to Ready.
     grace_seconds: each rung of the shutdown ladder (drain, close, SIGTERM, SIGKILL).
     silence_seconds: a worker without any message for that long, beyond the promise of its running step, is replaced.

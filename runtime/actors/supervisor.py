@@ -171,9 +171,12 @@ class Supervisor:
     # -- the cores ------------------------------------------------------------------------------------------
 
     def _threads(self, spec: ModelSpec) -> int:
-        """Compute threads of one worker: all loaded models may be busy at once."""
+        """Compute threads of one worker: all loaded models may be busy at once, and one core is left for everything else.
+
+        BLAS threads wait for each other by spinning: one core short, and each step takes ten times as long (ADR 7).
+        """
         num_live = sum(actor.state is not WorkerState.FAILED for actor in self._actors.values())
-        return spec.compute_threads or self._settings.compute_threads or max(1, self._num_cores // max(1, num_live))
+        return spec.compute_threads or self._settings.compute_threads or max(1, (self._num_cores - 1) // max(1, num_live))
 
     def _share_cores(self) -> None:
         for actor in self._actors.values():

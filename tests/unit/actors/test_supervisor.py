@@ -453,7 +453,7 @@ async def test_inspecting_asks_the_worker_and_a_worker_that_ends_meanwhile_is_to
 
 
 async def test_the_cores_are_shared_among_the_loaded_models_and_shared_anew_when_one_goes(directory: Path) -> None:
-    async with house(directory, num_cores=8) as it:
+    async with house(directory, num_cores=9) as it:
         first = await it.load_ready()
         command = await first.hear()
         assert isinstance(command, Load)
