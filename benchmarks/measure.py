@@ -111,12 +111,13 @@ def from_answer(answer: dict[str, Any]) -> StreamRun:
 def equal_fraction(ours: Sequence[StreamRun], theirs: Sequence[StreamRun]) -> float:
     """Share of the output that both sides agree on, from the start of each stream to its first difference.
 
-    Compared by token id where both have ids, by character otherwise.
+    Compared by token id where both have ids, by character otherwise (then without the blanks a text begins with, which some
+    detokenizers drop).
     """
     same = total = 0
     for one, other in zip(ours, theirs, strict=True):
-        left: Sequence[Any] = one.text
-        right: Sequence[Any] = other.text
+        left: Sequence[Any] = one.text.lstrip()
+        right: Sequence[Any] = other.text.lstrip()
         if one.token_ids is not None and other.token_ids is not None:
             left, right = one.token_ids, other.token_ids
         total += max(len(left), len(right))

@@ -18,9 +18,11 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,24 @@ def _machine() -> dict[str, Any]:
     }
 
 
+async def interruptible(values: argparse.Namespace) -> dict[str, Any]:
+    """:raises BenchmarkError: as `run`, and after Ctrl-C or SIGTERM, once every child and file is gone."""
+    async with anyio.create_task_group() as group:
+        group.start_soon(_stop_at_signal, group.cancel_scope)
+        report = await run(values)
+        group.cancel_scope.cancel()
+        return report
+    raise BenchmarkError("interrupted")
+
+
+async def _stop_at_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
+
+
 async def run(values: argparse.Namespace) -> dict[str, Any]:
+    """The whole report. :raises BenchmarkError: something cannot be measured, or not fairly."""
     started = time.monotonic()
     ledger = Ledger()
     machine = _machine()
@@ -158,12 +177,23 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
+
+
 def main(given: list[str] | None = None) -> int:
     values = _arguments(given)
+    report = None
     try:
-        report = anyio.run(run, values)
-    except (BenchmarkError, runtime.TroupeError, TimeoutError) as error:
-        say(f"error: {type(error).__name__}: {error}")
+        report = anyio.run(interruptible, values)
+    except* (BenchmarkError, runtime.TroupeError, TimeoutError) as group:
+        for error in _leaves(group):
+            say(f"error: {type(error).__name__}: {error}")
+    if report is None:
         return 1
     text = json.dumps(report, indent=1)
     if values.output is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_both_sides_make_the_same_tokens_as_far_as_their_arithmetic_agrees(repor
         # Its text is mostly broken UTF-8, which every detokenizer shows in its own way.
         if agreement["compared"] == "token ids":
             assert all(fraction > 0.5 for fraction in agreement["equal_fraction"]), agreement
+
+
+def test_a_terminated_run_says_so_and_leaves_nothing_behind() -> None:
+    # That no process, descriptor or directory is left is checked after every test.
+    command = [sys.executable, "-m", "benchmarks.overhead", "--quick"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stderr is not None
+        for line in benchmark.stderr:
+            if "in an mlx-lm child" in line:  # by now both sides have processes
+                benchmark.send_signal(signal.SIGTERM)
+                break
+        rest = benchmark.stderr.read()
+        assert benchmark.wait(timeout=60.0) == 1
+    assert rest.endswith("error: BenchmarkError: interrupted\n"), rest
 
 
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
