@@ -87,7 +87,7 @@ class Keyring:
         path = self._path(tenant)
         scope = self._scopes.get(tenant)
         if scope is None:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 found = _read(path)
                 scope = None if found is None else tenant_scope(tenant, found[1])
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -127,4 +127,4 @@ def _read(path: Path) -> tuple[TenantId, bytes] | None:
         name = contents[KEY_BYTES:].decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         return None
-    return (TenantId(name), contents[:KEY_BYTES]) if name else None
+    return (TenantId(name), contents[:KEY_BYTES]) if len(contents) >= KEY_BYTES else None

@@ -73,19 +73,19 @@ _PARTS = st.text(alphabet="ab|\0 ", max_size=3)
 def test_only_equal_tenants_adapters_and_models_meet(
     first: tuple[str, str | None, str], second: tuple[str, str | None, str]
 ) -> None:
-    def root(tenant: str, adapter: str | None, model: str) -> bytes:
+    def secret(tenant: str, adapter: str | None, model: str) -> bytes:
         return tenant_scope(TenantId(tenant), KEY).secret(Identity(model, adapter, "cpu", DENSE_LAYOUT).fingerprint())
 
-    assert (root(*first) == root(*second)) == (first == second)
+    assert (secret(*first) == secret(*second)) == (first == second)
 
 
 def test_encodings_that_look_alike_when_joined_give_different_keys() -> None:
     pairs = [("a", "b/c"), ("a/b", "c"), ("a/b/c", ""), ("", "a/b/c"), ("a", "bc"), ("ab", "c"), ("abc", None), ("abc", "None")]
-    roots = {
+    secrets = {
         tenant_scope(TenantId(tenant), KEY).secret(Identity("m", adapter, "cpu", DENSE_LAYOUT).fingerprint())
         for tenant, adapter in pairs
     }
-    assert len(roots) == len(pairs)
+    assert len(secrets) == len(pairs)
 
 
 def test_everything_the_bits_depend_on_is_in_the_fingerprint() -> None:

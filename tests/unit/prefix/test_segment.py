@@ -243,7 +243,7 @@ def test_a_deeply_nested_header_is_malformed(tmp_path: Path) -> None:
 
 
 def _reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite a file's description as a faulty writer that knows the root would have."""
+    """Rewrite a file's description as a faulty writer that knows the secret would have."""
     data = path.read_bytes()
     header, parsed = segment.decode_head(head_of(data))
     said = msgspec.json.decode(parsed.metadata["segment"])
@@ -291,7 +291,7 @@ def test_a_description_that_does_not_fit_is_a_miss_with_its_reason(
     assert (found.reason, found.is_removed, path.exists()) == (reason, True, False)
 
 
-def test_a_file_under_another_name_or_root_is_a_miss(tmp_path: Path) -> None:
+def test_a_file_under_another_name_or_secret_is_a_miss(tmp_path: Path) -> None:
     original, other = draft(PROMPT, 0, B), draft(tokens(B, seed=5), 0, B)
     path, taken = published(tmp_path, original).path, published(tmp_path, other).path
     os.replace(path, taken)
@@ -372,4 +372,3 @@ def test_the_shared_scope_works_like_any_other(tmp_path: Path) -> None:
     assert isinstance(publish.publish(tmp_path, original), Published)
     assert contents(read(tmp_path, original)) == written(original)
     assert miss(tmp_path, draft(PROMPT, 0, B, scope=ALICE)).reason == "absent"
-    assert MIXED_LAYOUT.style == "mixed"
