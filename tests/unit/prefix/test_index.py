@@ -184,6 +184,18 @@ def test_a_lease_keeps_a_segment_and_what_it_hangs_on_until_every_holder_gave_it
     index.validate()
 
 
+def test_whatever_a_leased_segment_hangs_on_stays_also_where_two_segments_hold_the_same_blocks() -> None:
+    index = index_of(entry("abc", num_bytes=90), entry("abcd"), entry("abcX", 3))
+    plan = longest(index, "abcX")
+    assert plan is not None
+    assert pieces(plan) == [("abc", 0, 3), ("abcX", 3, 4)]
+    index.lease(1, plan)
+    index.limits = Limits(0)
+    assert index.excess(PLENTY) == []
+    index.release(1)
+    assert names(index.excess(PLENTY)) == ["abcX", "abcd", "abc"]
+
+
 def test_a_lease_survives_that_its_segment_is_found_again() -> None:
     index = index_of(entry("a"), limits=Limits(100))
     plan = longest(index, "a")
