@@ -13,7 +13,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from runtime.engine.layers import Kind, Layers
-from runtime.engine.recurrent import Snapshot
+from runtime.engine.ragged_cache import RaggedKV
+from runtime.engine.recurrent import RaggedState, Snapshot
 from runtime.engine.rows import Row
 
 
@@ -120,6 +121,27 @@ class RaggedBatch:
         for state in self._recurrent:
             state.append_empty(len(rows), len(self.rows))
         self._append(rows)
+
+    @property
+    def layers(self) -> list[RaggedKV | RaggedState]:
+        """The stand-in caches, in the order of the model's own."""
+        return self._layers.flat
+
+    def states_at(self, row: Row, length: int) -> dict[RaggedState, Snapshot]:
+        """The row's arrays [1, ...] when `length` tokens were cached: now, or before the last forward; else empty."""
+        if row.num_cached == length:
+            place = self.rows.index(row)
+            return {state: state.of_row(place) for state in self._recurrent}
+        before, index, stood_at = self._stood.get(row, ([], 0, -1))
+        known = zip(self._recurrent, before, strict=True) if stood_at == length else ()
+        return {state: state.of_row(index, snapshot) for state, snapshot in known}
+
+    def add_restored(self, row: Row, length: int) -> None:
+        """To a new batch: a row of `length` tokens, whose contents are then put into `layers`."""
+        for family in self._families:
+            family.open_restored(length)
+        row.num_cached = length
+        self._append([row])
 
     def take(self, rows: Sequence[Row], other: RaggedBatch) -> None:
         """Move rows here from another batch: each is copied once, or not at all when all of it moves into an empty batch."""

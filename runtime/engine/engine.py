@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.protocol.commands import Load, Sampling
 from runtime.protocol.events import LoadFailure, ModelFacts, RefusalCode, TokenLogprob
 from runtime.protocol.ids import SequenceId
+
+if TYPE_CHECKING:
+    from runtime.engine.prefix_parts import Export, PrefixLayout, PrefixPart
 
 
 class LoadError(Exception):
@@ -95,6 +98,44 @@ class Engine(Protocol):
         """Forget fed tokens from `length` on (speculation's rollback, and look-ahead past an end).
 
         :raises RowError: this model cannot (capabilities.rollback == "none").
+        """
+        ...
+
+    def layout(self) -> PrefixLayout | None:
+        """What exported rows consist of; None when this model's cannot be kept (capabilities.prefix is false)."""
+        ...
+
+    def export(self, sequence: SequenceId, start: int, end: int) -> Export:
+        """A copy of what the row holds of positions [start, end), of which it has fed at least `end`.
+
+        Allowed while a step is pending, also one of this row's: its effect is included, the copies are computed after it, and
+        reading them waits for that. Dense layers can always be given. Sliding-window and recurrent layers are given as a
+        checkpoint at `end`: the state while the row stands exactly there, or has run no more than one further step; the window
+        as long as it is kept. `Export.missing` says which could not. To be sure of a checkpoint, end a prefill chunk at `end` and
+        export before the next is submitted.
+        Whether the row is sound (finite) shows only in the step's result: publish nothing of a row that ends in an error.
+
+        :raises RowError: positions not fed, an unknown row, a model without a layout.
+        """
+        ...
+
+    def adopt(self, part: PrefixPart) -> PrefixPart:
+        """The part, validated against `layout` and in the form that `restore` takes without copying on the step thread.
+
+        The one method that any thread may call at any time. The part may be restored any number of times.
+
+        :raises RowError: "invalid_request": it is no part of a sequence of this model; or a model without a layout.
+        """
+        ...
+
+    def restore(self, sequence: SequenceId, parts: Sequence[PrefixPart]) -> None:
+        """Set a row that has fed nothing to the length of the last part's end, as if it had fed its context up to there.
+
+        parts: a chain from position 0, of slices of this very context (which the engine cannot check), each exported here or by
+        another engine of the same model; checkpoints are taken from the last one, which must have all. At least one token of the
+        context must be left to feed. Nothing is shared with the parts afterwards. The copying is on its way when this returns.
+
+        :raises RowError: anything does not fit. The row is then still empty and may be fed from position 0; no other is touched.
         """
         ...
 

@@ -20,11 +20,13 @@ from runtime.engine import fake_draw
 from runtime.engine.engine import Loaded, LoadError, Progress, RowError, RowResult, RowStep
 from runtime.engine.fake_faults import Faults, print_garbage
 from runtime.engine.fake_text import EOS, EOS_IDS, VOCABULARY_SIZE, FakeTokenizer
+from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, check_part
 from runtime.protocol.commands import FakeScript, Fault, Load, Sampling
 from runtime.protocol.events import Capabilities, ModelFacts, TokenLogprob
 from runtime.protocol.ids import SequenceId
 
 BYTES_PER_TOKEN: Final = 64
+LAYOUT: Final = PrefixLayout((PrefixField(0, "entries", "tokens", "U8", (1, fake_draw.ENTRY_BYTES)),))
 _LOAD_SLICE_SECONDS = 0.05
 _ROW_ACTIONS = ("raise", "nonfinite")
 
@@ -33,7 +35,7 @@ _ROW_ACTIONS = ("raise", "nonfinite")
 class _Row:
     number: int  # from 1, in order of `add`
     context: fake_draw.Context
-    known_length: int  # feeding below it is prefill
+    known: Sequence[int]  # feeding below its length is prefill
     prompt_length: int
     key: bytes
     with_position: bool
@@ -88,7 +90,7 @@ class FakeEngine:
         self._rows[sequence] = _Row(
             number=self._num_added,
             context=fake_draw.Context(),
-            known_length=len(context),
+            known=context,
             prompt_length=prompt_length,
             key=fake_draw.settings_key(sampling),
             with_position=sampling.temperature > 0,
@@ -147,7 +149,7 @@ class FakeEngine:
 
     def _describe(self, rows: Sequence[RowStep]) -> tuple[Literal["prefill", "decode"], list[int], float]:
         mine = [self._rows[row.sequence] for row in rows]
-        is_prefill = any(len(row.context.ids) < row.known_length for row in mine)
+        is_prefill = any(len(row.context.ids) < len(row.known) for row in mine)
         if is_prefill:
             num_tokens = sum(1 if row.tokens is None else len(row.tokens) for row in rows)
             seconds = self._script.prefill_seconds_per_token * num_tokens
@@ -169,6 +171,37 @@ class FakeEngine:
         row = self._rows[sequence]
         row.context = fake_draw.Context(row.context.ids[:length])
         row.sampled = None
+
+    def layout(self) -> PrefixLayout:
+        return LAYOUT
+
+    def export(self, sequence: SequenceId, start: int, end: int) -> Export:
+        row = self._row(sequence)
+        num_fed = len(row.context.ids)
+        if not 0 <= start < end <= num_fed:
+            raise RowError("invalid_request", f"cannot export [{start}, {end}) of sequence {sequence}: {num_fed} tokens are fed")
+        (field,) = LAYOUT.fields
+        data = bytes(row.context.entries[start * fake_draw.ENTRY_BYTES : end * fake_draw.ENTRY_BYTES])
+        array = PrefixArray(field.layer, field.name, field.dtype, field.shape_in(start, end), data)
+        return Export(PrefixPart(start, end, (array,)))
+
+    def adopt(self, part: PrefixPart) -> PrefixPart:
+        check_part(LAYOUT, part)
+        return part
+
+    def restore(self, sequence: SequenceId, parts: Sequence[PrefixPart]) -> None:
+        row = self._row(sequence)
+        if row.context.ids:
+            raise RowError("conflict", f"sequence {sequence} has begun already; only a row of length 0 can be restored")
+        check_chain(LAYOUT, parts, len(row.known))
+        entries = b"".join(array.buffer() for part in parts for array in part.arrays)
+        row.context = fake_draw.Context.restored(row.known[: parts[-1].end], entries)
+
+    def _row(self, sequence: SequenceId) -> _Row:
+        row = self._rows.get(sequence)
+        if row is None:
+            raise RowError("invalid_request", f"sequence {sequence} is not in the engine")
+        return row
 
     def release(self, sequences: Sequence[SequenceId]) -> None:
         self.faults.reach("release")
@@ -245,7 +278,7 @@ def load(load: Load, progress: Progress, *, incarnation: int = 1, send_garbage: 
         eos_ids=tuple(sorted(EOS_IDS)),
         chat_template="checkpoint" if script.chat_template else "fallback",
         chat_restrictions=(),
-        capabilities=Capabilities(batched_decode=True, padded_prefill=True, chunked_prefill=True, rollback="free"),
+        capabilities=Capabilities(batched_decode=True, padded_prefill=True, chunked_prefill=True, rollback="free", prefix=True),
         blas="none",
         load_seconds=time.monotonic() - started,
     )

@@ -7,7 +7,6 @@ and the absolute position of the draw. Hashed tokens are printable ASCII and, no
 from __future__ import annotations
 
 import struct
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -17,7 +16,9 @@ from runtime.engine.fake_text import EOS
 from runtime.protocol.commands import Sampling
 from runtime.protocol.events import TokenLogprob
 
+ENTRY_BYTES = 16
 _POSITION = struct.Struct("<q")
+_ID = struct.Struct("<I")
 _SPECIAL_FIRST_CONTINUATION = {0xE0: (0xA0, 0xBF), 0xED: (0x80, 0x9F), 0xF0: (0x9F, 0x9F), 0xF4: (0x80, 0x8F)}
 
 
@@ -32,18 +33,39 @@ def settings_key(sampling: Sampling) -> bytes:
 
 
 class Context:
-    """The ids fed so far, in order, and their running hash."""
+    """The ids fed so far, and what stands for their keys and values: one entry a position, made of its id and all before.
 
-    __slots__ = ("_hash", "ids")
+    A draw depends on every entry, so that a single wrong one among restored ones shows, as would one put in another's place.
+    """
+
+    __slots__ = ("_hash", "entries", "ids")
 
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids: list[int] = []
+        self.entries = bytearray()
         self._hash = blake2b(digest_size=16)
         self.feed(ids)
 
+    @classmethod
+    def restored(cls, ids: Sequence[int], entries: bytes) -> Context:
+        """As if `ids` had been fed, if `entries` are what that would have made."""
+        context = cls()
+        context.ids.extend(ids)
+        context._extend(entries)
+        return context
+
     def feed(self, ids: Sequence[int]) -> None:
         self.ids.extend(ids)
-        self._hash.update(array("I", ids).tobytes())
+        entry = bytes(self.entries[-ENTRY_BYTES:])
+        entries = bytearray()
+        for token in ids:
+            entry = blake2b(entry + _ID.pack(token), digest_size=ENTRY_BYTES).digest()
+            entries += entry
+        self._extend(entries)
+
+    def _extend(self, entries: bytes | bytearray) -> None:
+        self.entries += entries
+        self._hash.update(entries)
 
     def draw(self, key: bytes, *, with_position: bool, eos_one_in: int) -> int:
         """The token that follows. `with_position`: mix in the absolute position of the draw."""

@@ -72,6 +72,8 @@ class Layers:
         self.families: dict[int | None, Family] = {}
         self.attention: list[RaggedKV] = []
         self.recurrent: list[RaggedState] = []
+        self.flat: list[RaggedKV | RaggedState] = []
+        """All of them, in the order of `flattened` kinds."""
         self.caches = [self._make(kind) for kind in kinds]
 
     def _make(self, kind: Kind) -> Any:
@@ -79,9 +81,11 @@ class Layers:
             case Attention(window):
                 family = self.families.setdefault(window, Family(window))
                 self.attention.append(RaggedKV(family))
+                self.flat.append(self.attention[-1])
                 return self.attention[-1]
             case Recurrent(num_arrays):
                 self.recurrent.append(RaggedState(num_arrays))
+                self.flat.append(self.recurrent[-1])
                 return self.recurrent[-1]
             case Composite(children):
                 return CacheList(*(self._make(child) for child in children))

@@ -57,6 +57,7 @@ def load(load: Load, progress: Progress) -> Loaded:
         context_length=checkpoint.context_length,
         costs=costs,
         tap=proof.tap,
+        layout=proof.layout,
     )
     facts = ModelFacts(
         kind="lm",

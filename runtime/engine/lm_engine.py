@@ -23,6 +23,8 @@ from runtime.engine.head import HeadTap
 from runtime.engine.layers import Kind
 from runtime.engine.pending import LmPendingStep, Part
 from runtime.engine.placing import Places
+from runtime.engine.prefix_layout import Prefixes
+from runtime.engine.prefix_parts import Export, PrefixLayout, PrefixPart
 from runtime.engine.rows import Row
 from runtime.engine.sampling import RowSampler, draw
 from runtime.protocol.commands import Sampling
@@ -37,7 +39,8 @@ class LmEngine:
     """See `runtime.engine.engine.Engine` for what each method promises.
 
     kinds: the caches the model wants. vocabulary_size: ids below it are valid to feed and may be drawn. costs: what is known of
-    this model's forwards so far. tap: keeps logits that no row samples from being computed.
+    this model's forwards so far. tap: keeps logits that no row samples from being computed. layout: of exported rows; None when the
+    self-test could not prove that these can be restored.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LmEngine:
         context_length: int,
         costs: StepCosts | None = None,
         tap: HeadTap | None = None,
+        layout: PrefixLayout | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._model = model
@@ -59,6 +63,7 @@ class LmEngine:
         self._clock = clock
         self._rows: dict[SequenceId, Row] = {}
         self._places = Places(model, kinds, is_batched=capabilities.batched_decode)
+        self._prefixes = Prefixes(kinds, layout)
         self._costs = costs or StepCosts()
         self._tap = tap
         self._num_steps = 0
@@ -80,15 +85,13 @@ class LmEngine:
             )
         prompt, output = context[:prompt_length], context[prompt_length:]
         sampler = RowSampler(sampling, self._vocabulary_size, prompt=prompt, output=output)
-        self._rows[sequence] = Row(sequence, sampler, prompt_length)
+        self._rows[sequence] = Row(sequence, sampler, prompt_length, context)
 
     def length(self, sequence: SequenceId) -> int:
         return self._rows[sequence].length
 
     def truncate(self, sequence: SequenceId, length: int) -> None:
-        row = self._rows.get(sequence)
-        if row is None:
-            raise RowError("invalid_request", f"sequence {sequence} is not in this engine")
+        row = self._row(sequence)
         if not 0 <= length <= row.length:
             raise RowError("invalid_request", f"cannot truncate to {length}: {row.length} tokens are fed")
         row.settle()
@@ -110,6 +113,12 @@ class LmEngine:
         leaving = [row for sequence in sequences if (row := self._rows.pop(sequence, None)) is not None]
         self._let_go(leaving)
 
+    def _row(self, sequence: SequenceId) -> Row:
+        row = self._rows.get(sequence)
+        if row is None:
+            raise RowError("invalid_request", f"sequence {sequence} is not in this engine")
+        return row
+
     def _fail(self, row: Row, error: RowError) -> None:
         row.error = error
         if self._rows.get(row.sequence) is row:
@@ -120,6 +129,20 @@ class LmEngine:
         if rows:
             self._places.leave(rows)
             self._repeatable = None  # it would hold on to their batch
+
+    # -- prefixes -----------------------------------------------------------------------------------------------------
+
+    def layout(self) -> PrefixLayout | None:
+        return self._prefixes.layout
+
+    def export(self, sequence: SequenceId, start: int, end: int) -> Export:
+        return self._prefixes.export(self._row(sequence), start, end)
+
+    def adopt(self, part: PrefixPart) -> PrefixPart:
+        return self._prefixes.adopt(part)
+
+    def restore(self, sequence: SequenceId, parts: Sequence[PrefixPart]) -> None:
+        self._prefixes.restore(self._row(sequence), parts)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -178,9 +201,7 @@ class LmEngine:
 
     def _checked(self, step: RowStep) -> tuple[Row, list[int] | None]:
         """The row and what it feeds (None: the token it drew last), owed tokens included."""
-        row = self._rows.get(step.sequence)
-        if row is None:
-            raise RowError("invalid_request", f"sequence {step.sequence} is not in this engine")
+        row = self._row(step.sequence)
         if step.num_samples > 1:
             raise ValueError(f"num_samples is {step.num_samples}; this engine samples at one position a step at most")
         if step.tokens is None:

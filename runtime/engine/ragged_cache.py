@@ -102,6 +102,21 @@ class RaggedKV:
     def _shape_like(self, array: mx.array) -> tuple[int, int, int, int]:
         return (self.family.row_capacity, array.shape[1], self.family.capacity, array.shape[3])
 
+    def positions(self, row: int, name: str, first: int, end: int) -> mx.array | None:
+        """Keys or values [heads, end - first, dim] of a row's absolute positions, lazy; None when some are no longer kept."""
+        held = self.keys if name == "keys" else self.values
+        base = self.family.bases[row]
+        return None if held is None or first < base else held[row, :, first - base : end - base]
+
+    def fill(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        """The first and only row, of pieces [heads, positions, dim]. Its other slots are zeros."""
+        self.keys, self.values = self._filled(keys), self._filled(values)
+
+    def _filled(self, pieces: Sequence[mx.array]) -> mx.array:
+        heads, _, dim = pieces[0].shape
+        num_free = self.family.capacity - sum(piece.shape[1] for piece in pieces)
+        return mx.concatenate([*pieces, mx.zeros((heads, num_free, dim), pieces[0].dtype)], axis=1)[None]
+
     def gathered_rows(self, rows: Sequence[int]) -> list[mx.array]:
         """Copies of these rows, lazy."""
         index = mx.array(list(rows))

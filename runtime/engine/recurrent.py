@@ -59,6 +59,10 @@ class RaggedState(ArraysCache):  # type: ignore[misc]
     def snapshot(self) -> Snapshot:
         return tuple(self.cache)
 
+    def of_row(self, row: int, snapshot: Snapshot | None = None) -> Snapshot:
+        """The arrays [1, ...] of a row, now or in an earlier snapshot; lazy."""
+        return tuple(None if array is None else array[row : row + 1] for array in snapshot or self.cache)
+
     def restore(self, row: int, snapshot: Snapshot, source: int) -> None:
         """Row `row` becomes what row `source` was when `snapshot` was taken. A missing array then meant all zeros."""
         restored = []

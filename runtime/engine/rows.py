@@ -23,10 +23,12 @@ class Row:
 
     num_cached: tokens whose effect is in the caches. owed: tokens that count as fed but wait for the row's next forward (a
     rollback's replay; or chunks of a prompt, in a model that must see it in one piece). known: ids by position, fed or drawn.
+    context: ids it was added with, until the first is fed.
     """
 
     __slots__ = (
         "batch",
+        "context",
         "draws",
         "epoch",
         "error",
@@ -39,10 +41,11 @@ class Row:
         "sequence",
     )
 
-    def __init__(self, sequence: SequenceId, sampler: RowSampler, prompt_length: int) -> None:
+    def __init__(self, sequence: SequenceId, sampler: RowSampler, prompt_length: int, context: Sequence[int] = ()) -> None:
         self.sequence = sequence
         self.sampler = sampler
         self.prompt_length = prompt_length
+        self.context = context
         self.batch: Batch | None = None
         self.num_cached = 0
         self.owed: list[int] = []
@@ -59,6 +62,7 @@ class Row:
     def note_fed(self, tokens: Sequence[int]) -> None:
         """`tokens` are about to be fed at the present length."""
         self.known[self.length :] = tokens
+        self.context = ()
 
     def note_draw(self, position: int, tokens: mx.array, index: int) -> None:
         self.draws = (*self.draws[-1:], (position, tokens, index))

@@ -8,8 +8,8 @@ model's own caches. What fails is switched off with a note; one row at a time wi
 Where a matrix product gives a row the same bits in any company (the canary) and all layers are attention, equality must be
 exact, elsewhere within a tolerance far below what a wrong mask or a foreign state does.
 
-Proved: joining, leaving, padding, chunks, going back, and the sight limit of windows up to `LONGEST_PROVED_WINDOW` positions.
-A larger window's edge lies beyond what may be spent at load.
+Proved: joining, leaving, padding, chunks, going back, copying a row out and in, and the sight limit of windows up to
+`LONGEST_PROVED_WINDOW` positions. A larger window's edge lies beyond what may be spent at load.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from runtime.engine.costs import StepCosts
 from runtime.engine.grouping import width_groups
 from runtime.engine.head import HeadTap, install_tap
 from runtime.engine.layers import Attention, Kind, Unknown, flattened
+from runtime.engine.prefix_layout import exported, layout_of, restored
+from runtime.engine.prefix_parts import PrefixLayout
 from runtime.engine.rows import Row
 from runtime.engine.sampling import RowSampler
 from runtime.protocol.commands import Sampling
@@ -47,6 +49,8 @@ class Proof:
     capabilities: Capabilities
     logits_width: int
     tap: HeadTap | None
+    layout: PrefixLayout | None
+    """Of what may be exported; None when that is not proved."""
 
 
 class _Disproof(Exception):
@@ -54,7 +58,7 @@ class _Disproof(Exception):
 
 
 def prove(model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts | None = None) -> Proof:
-    """Run all proofs. Takes about 16 forwards of a few tokens; `costs` learns what they took.
+    """Run all proofs. Takes about 17 forwards of a few tokens; `costs` learns what they took.
 
     :raises Exception: whatever the model raises when it runs a single row with its own caches.
     """
@@ -76,17 +80,20 @@ class _SelfTest:
         self._ids = [[generator.randrange(vocabulary_size) for _ in range(num + _NUM_CONTINUED)] for num in self._num_prompt]
         self._expected: list[mx.array] = []
         self._proved: RaggedBatch | None = None
+        self._layout: PrefixLayout | None = None
 
     def run(self) -> Proof:
         self._expected = [self._alone(ids) for ids in self._ids]
         self._trial = _Trial(self._model, self._ids, self._expected, self._is_exact, self._costs)
         notes: list[str] = []
-        batched = chunked = padded = goes_back = False
+        batched = chunked = padded = keeps = goes_back = False
         if self._unknown:
             notes.append(f"runs one row at a time: no batched form of cache class {self._unknown[0]}")
         else:
             chunked = self._holds("chunked prefill of a batched row", self._prove_chunked, notes)
             batched = self._holds("batched decode", self._prove_batched, notes)
+        if batched and chunked:
+            keeps = self._holds("keeping prefixes", self._prove_prefix, notes)
         if batched:
             padded = self._holds("right-padded prefill", self._prove_padded, notes)
             goes_back = self._holds("rollback", lambda: self._prove_rollback(padded), notes)
@@ -99,9 +106,14 @@ class _SelfTest:
         if goes_back:
             rollback = "free" if all(isinstance(kind, Attention) for kind in flattened(self._kinds)) else "replay"
         capabilities = Capabilities(
-            batched_decode=batched, padded_prefill=padded, chunked_prefill=chunked, rollback=rollback, notes=tuple(notes)
+            batched_decode=batched,
+            padded_prefill=padded,
+            chunked_prefill=chunked,
+            rollback=rollback,
+            notes=tuple(notes),
+            prefix=keeps,
         )
-        return Proof(capabilities, self._expected[0].shape[-1], tap if is_tapped else None)
+        return Proof(capabilities, self._expected[0].shape[-1], tap if is_tapped else None, self._layout if keeps else None)
 
     def _holds(self, what: str, proof: Callable[[], None], notes: list[str]) -> bool:
         try:
@@ -159,6 +171,26 @@ class _SelfTest:
         self._trial.feed(stage, {late: 1})
         self._trial.feed(stage, {late: 1, early[1]: 1})
         self._proved = stage
+
+    def _prove_prefix(self) -> None:
+        """The longest row, copied out of its batch in two parts; two rows made of them go on side by side as that row would."""
+        batch = self._proved
+        assert batch is not None
+        (original,) = [row for row in batch.rows if row.sequence == 1]
+        end, middle = original.num_cached, self._num_prompt[1] // 2
+        layout = self._layout = layout_of(batch)
+        exports = [exported(batch, original, layout, *span) for span in ((0, middle), (middle, end))]
+        for layer, reason in exports[-1].missing:
+            raise _Disproof(f"layer {layer} cannot be copied out: {reason}")
+        rows = [self._trial.row(1), self._trial.row(1)]
+        for row in rows:
+            row.context = self._ids[1]
+            restored(self._kinds, row, layout, [export.part for export in exports])
+        together = RaggedBatch(self._kinds)
+        for row in rows:
+            assert isinstance(row.batch, RaggedBatch)
+            together.take([row], row.batch)
+        self._trial.feed(together, dict.fromkeys(rows, len(self._ids[1]) - end))
 
     def _prove_padded(self) -> None:
         """Three prompts of different lengths in one forward, padded on the right, then blocks of different widths."""

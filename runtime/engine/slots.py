@@ -184,6 +184,13 @@ class Family:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
+    def open_restored(self, length: int) -> None:
+        """In a new family: a first row of `length` positions, of which those are held that a later one may see."""
+        base = 0 if self.window is None else max(0, length - self.window + 1)
+        self.append_empty(1)
+        self.bases[0] = base
+        self.set_capacity(round_up(length - base + 1))
+
     def append_empty(self, num_rows: int) -> None:
         present = len(self.bases)
         if present + num_rows > self.row_capacity:

@@ -13,7 +13,7 @@ import msgspec
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # tells type checkers that subclasses are frozen too

@@ -40,6 +40,7 @@ class Capabilities(Wire):
 
     `rollback`: "free" per-row truncation at no cost, "replay" by restoring a snapshot, "none".
     `notes`: one line for each proof that failed, saying what was tried.
+    `prefix`: a row's caches can be copied out and restored into other rows.
     """
 
     batched_decode: bool
@@ -47,6 +48,7 @@ class Capabilities(Wire):
     chunked_prefill: bool
     rollback: Literal["free", "replay", "none"]
     notes: tuple[str, ...] = ()
+    prefix: bool = False
 
 
 class ModelFacts(Wire):

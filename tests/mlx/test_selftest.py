@@ -10,11 +10,14 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from runtime.engine import lm
+from runtime.engine.batch import RaggedBatch
 from runtime.engine.engine import LoadError
 from runtime.engine.layers import Attention, Composite, Recurrent, Unknown, kinds_of
 from runtime.engine.lm_engine import LmEngine
+from runtime.engine.prefix_layout import layout_of
+from runtime.engine.ragged_cache import RaggedKV
 from runtime.engine.recurrent import RaggedState
-from runtime.engine.selftest import Proof, prove
+from runtime.engine.selftest import Proof, _SelfTest, prove
 from runtime.engine.slots import Family
 from tests.support.crowd import load_engine, make_guests, run_alone, run_crowd
 from tests.support.tiny import VOCABULARY_SIZE, MakeTiny
@@ -36,6 +39,7 @@ def test_attention_models_show_everything(tiny: MakeTiny, family: str) -> None:
     assert proof.capabilities.padded_prefill
     assert proof.capabilities.chunked_prefill
     assert proof.capabilities.rollback == "free"
+    assert proof.capabilities.prefix
     assert proof.capabilities.notes == ()
     assert proof.tap is not None
     assert proof.logits_width == VOCABULARY_SIZE
@@ -47,6 +51,7 @@ def test_recurrent_models_that_mind_padding_show_everything_with_replay(tiny: Ma
     assert capabilities.batched_decode
     assert capabilities.padded_prefill
     assert capabilities.rollback == "replay"
+    assert capabilities.prefix
     assert capabilities.notes == ()
 
 
@@ -77,6 +82,8 @@ def test_a_model_with_an_unknown_cache_runs_one_row_at_a_time_and_rightly(tiny: 
     assert kinds_of(model) == (Unknown("ForeignCache"),) * 2
     proof = proof_of(model)
     assert not proof.capabilities.batched_decode
+    assert not proof.capabilities.prefix
+    assert proof.layout is None
     assert proof.capabilities.chunked_prefill
     assert proof.capabilities.rollback == "none"
     assert "ForeignCache" in proof.capabilities.notes[0]
@@ -138,6 +145,58 @@ def test_a_state_that_is_not_restored_is_noticed(tiny: MakeTiny, monkeypatch: py
     assert capabilities.rollback == "none"
     assert capabilities.padded_prefill
     assert any("rollback is off" in note for note in capabilities.notes)
+
+
+def test_a_prefix_that_comes_back_wrong_is_noticed(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values, a sliding layer's checkpoint, and a recurrent layer's state."""
+    positions, of_row = RaggedKV.positions, RaggedState.of_row
+    windows: list[int | None] = []
+
+    def altered(self: RaggedKV, row: int, name: str, first: int, end: int) -> mx.array | None:
+        array = positions(self, row, name, first, end)
+        return array if array is None or self.family.window not in windows else array[:, ::-1]
+
+    monkeypatch.setattr(RaggedKV, "positions", altered)
+    for family, window in (("llama", None), ("gemma3_text", 16)):
+        windows[:] = [window]
+        _assert_prefixes_are_off(proof_of(load_model(tiny(family))))
+    windows.clear()
+    assert proof_of(load_model(tiny("mamba2"))).capabilities.prefix
+    monkeypatch.setattr(RaggedState, "of_row", lambda self, *where: tuple(array * 0 for array in of_row(self, *where)))
+    for family in ("lfm2", "mamba2"):
+        _assert_prefixes_are_off(proof_of(load_model(tiny(family))))
+
+
+def _assert_prefixes_are_off(proof: Proof) -> None:
+    assert proof.capabilities.batched_decode
+    assert proof.capabilities.rollback != "none"
+    assert not proof.capabilities.prefix
+    assert proof.layout is None
+    (note,) = proof.capabilities.notes
+    assert note.startswith("keeping prefixes is off: logits differ by")
+
+
+def test_the_proof_of_prefixes_costs_one_forward(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    def num_forwards() -> int:
+        calls: list[int] = []
+        model = _Wrapped(load_model(tiny("gemma3_text")), lambda logits: calls.append(1) or logits)
+        proof_of(model)
+        return len(calls)
+
+    with_it = num_forwards()
+    monkeypatch.setattr(_SelfTest, "_prove_prefix", lambda self: None)
+    assert with_it == num_forwards() + 1
+
+
+def test_a_layer_without_contents_cannot_be_kept_and_says_so(tiny: MakeTiny) -> None:
+    """Such caches exist: keys alone, with values of no size."""
+    batch = RaggedBatch([Attention(None)])
+    batch.add_fresh([])
+    (layer,) = batch.layers
+    assert isinstance(layer, RaggedKV)
+    layer.keys, layer.values = mx.zeros((1, 2, 8, 4)), mx.zeros((1, 2, 8, 0))
+    with pytest.raises(ValueError, match=r"layer 0 has values without contents, of shape \[2, 0\]"):
+        layout_of(batch)
 
 
 def test_a_model_whose_output_bypasses_the_tap_computes_all_logits(tiny: MakeTiny) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.protocol import channel, frames
 from runtime.protocol.commands import PROTOCOL_VERSION, ChatPrompt, PrefillRow, Sampling
-from runtime.protocol.events import FinishReason, LoadFailure, ModelFacts, Phase, RefusalCode, StepRow, WorkerReport
+from runtime.protocol.events import Capabilities, FinishReason, LoadFailure, ModelFacts, Phase, RefusalCode, StepRow, WorkerReport
 from tests.unit.protocol.strategies import COMMAND_TYPES, EVENT_TYPES
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
@@ -40,7 +40,7 @@ def test_what_a_duplicate_does_is_written_down(tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tag"), [(Sampling, "prefill"), (ModelFacts, "ready"), (WorkerReport, "inspected"), (ChatPrompt, "prepare")]
+    ("kind", "tag"), [(Sampling, "prefill"), (ModelFacts, "ready"), (Capabilities, "ready"), (WorkerReport, "inspected"), (ChatPrompt, "prepare")]
 )
 def test_the_values_inside_messages_are_listed(kind: Any, tag: str) -> None:
     places = [SECTIONS[tag].find(name) for name in kind.__struct_fields__]
