@@ -40,7 +40,8 @@ def test_what_a_duplicate_does_is_written_down(tag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tag"), [(Sampling, "prefill"), (ModelFacts, "ready"), (Capabilities, "ready"), (WorkerReport, "inspected"), (ChatPrompt, "prepare")]
+    ("kind", "tag"),
+    [(Sampling, "prefill"), (ModelFacts, "ready"), (Capabilities, "ready"), (WorkerReport, "inspected"), (ChatPrompt, "prepare")],
 )
 def test_the_values_inside_messages_are_listed(kind: Any, tag: str) -> None:
     places = [SECTIONS[tag].find(name) for name in kind.__struct_fields__]
