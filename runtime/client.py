@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from runtime.completion import Completion, Finished, StreamEvent, TextDelta, assemble
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, shown
 from runtime.options import GenerateOptions, ValidOptions, validate
 from runtime.protocol.ids import TenantId
 from runtime.scheduler.request import Outcome, Piece
@@ -57,7 +57,7 @@ class Stream:
 
     def __init__(self, desk: Desk, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> None:
         if not isinstance(model, str) or not model:
-            raise InvalidRequest("model", f"got {model!r}; allowed: the name of a loaded model")
+            raise InvalidRequest("model", f"got {shown(model)}; allowed: the name of a loaded model")
         self._desk = desk
         self._tenant = tenant
         self._model = model

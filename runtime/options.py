@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
-from runtime.errors import InvalidRequest
-from runtime.prompts import checked_text, checked_token, make_prompt, shown, whole_number
+from runtime.errors import InvalidRequest, shown
+from runtime.prompts import checked_text, checked_token, make_prompt, whole_number
 from runtime.protocol.commands import Prompt, Sampling
 from runtime.protocol.tokens import TokenIds
 
@@ -85,7 +85,7 @@ class Range:
             return None
         number = whole_number(value) if self.whole else _real(value)
         if number is None or number > self.high or number < self.low or (self.above and number == self.low):
-            raise InvalidRequest(option, f"got {value!r}; allowed: {self.describe()}")
+            raise InvalidRequest(option, f"got {shown(value)}; allowed: {self.describe()}")
         return number
 
 
@@ -182,14 +182,14 @@ def _real(value: object) -> float | None:
 
 def _boolean(option: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(option, f"got {value!r}; allowed: True or False")
+        raise InvalidRequest(option, f"got {shown(value)}; allowed: True or False")
     return value
 
 
 def _priority(value: object) -> Literal["interactive", "background"]:
     if value == "interactive" or value == "background":
         return value
-    raise InvalidRequest("priority", f"got {value!r}; allowed: 'interactive' or 'background'")
+    raise InvalidRequest("priority", f"got {shown(value)}; allowed: 'interactive' or 'background'")
 
 
 def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -214,5 +214,6 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         )
     pairs = []
     for token, bias in value.items():
-        pairs.append((checked_token("logit_bias", token), cast(float, LOGIT_BIAS.check(f"logit_bias[{token!r}]", bias))))
+        checked = checked_token("logit_bias", token)
+        pairs.append((checked, cast(float, LOGIT_BIAS.check(f"logit_bias[{checked}]", bias))))
     return tuple(sorted(pairs))

@@ -56,6 +56,23 @@ def test_no_number_is_taken_from_text_booleans_or_the_infinite(name: str, wrong:
     assert refused(**{name: wrong}).option == name
 
 
+class _Unwritable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    def __index__(self) -> int:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("name", ALLOWED_OPTIONS)
+@pytest.mark.parametrize("wrong", [10**5000, -(10**5000), _Unwritable(), [[10**5000]], {_Unwritable(): 10**5000}], ids=range(5))
+def test_even_what_cannot_be_written_into_a_message_is_refused_with_one(name: str, wrong: Any) -> None:
+    given = {"messages": [{"role": "user", "content": "hi"}]} if name != "messages" else {}
+    with pytest.raises(InvalidRequest) as caught:
+        validate({**given, name: wrong})
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("name", [name for name, allowed in RANGES.items() if allowed.whole])
 def test_whole_numbers_are_not_rounded(name: str) -> None:
     assert refused(**{name: 1.0}).option == name
