@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from runtime import store
-from runtime.cli.bars import Lines
+from runtime.cli.bars import Bars, Lines
 from runtime.cli.demo import Talk, demo_models, stream_view
 from runtime.config import Settings
 from tests.support.tiny import TinyShelf
@@ -181,6 +181,25 @@ def test_plain_progress_says_each_stage_and_each_quarter_once() -> None:
     assert lines.update("tiny", "waiting", 0, 0) == []
     assert [lines.update("tiny", "imports", done, 1) for done in (0, 1)] == [["tiny: imports"], []]
     assert lines.update("tiny", "convert", 2, 4) == ["tiny: convert 2 of 4"]
+
+
+def test_on_a_terminal_each_model_has_one_bar_of_its_stage_now() -> None:
+    def shown(*said: tuple[str, str, int, int]) -> list[str]:
+        frame = Console(width=80, file=io.StringIO())
+        with Bars(Console(file=io.StringIO(), force_terminal=True)) as bars:
+            for subject, stage, done, total in said:
+                bars.update(subject, stage, done, total)
+            assert bars._progress is not None
+            frame.print(bars._progress.get_renderable())
+        lines = cast(io.StringIO, frame.file).getvalue().splitlines()
+        return [" ".join(word for word in line.split()[:-1] if "━" not in word) for line in lines]
+
+    imports = [("mouse", "imports", 0, 1), ("mole", "imports", 0, 1)]
+    assert shown(*imports) == ["mouse: imports", "mole: imports"]  # no percentage: nobody knows how far it is
+    weights = [("mouse", "weights", 25, 100), ("mole", "weights", 100, 100)]
+    assert shown(*imports, *weights) == ["mouse: weights 25%", "mole: weights 100%"]
+    checks = [("mouse", "selftest", 0, 1), ("mole", "selftest", 1, 1)]
+    assert shown(*imports, *weights, *checks) == ["mouse: selftest", "mole: selftest 100%"]
 
 
 @pytest.mark.parametrize("letter", ["a", "東"])
