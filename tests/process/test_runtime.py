@@ -257,7 +257,7 @@ async def test_draining_lets_running_requests_end_and_refuses_new_ones() -> None
         tenant = rt.tenant("a")
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
-            await until(lambda: rt.stats().scheduler.models["chat"].running)  # type: ignore[index]
+            await until(lambda: rt.stats().scheduler.models["chat"].running)
             group.start_soon(lambda: rt.unload("chat", drain_seconds=60))
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(runtime.ModelNotLoaded, match="being unloaded"):
