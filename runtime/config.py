@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
 from runtime.errors import InvalidRequest, shown
-from runtime.protocol.commands import FakeScript
+from runtime.protocol.commands import FakeScript, Fault
 
 
 def _require(ok: bool, option: str, got: object, allowed: str) -> None:
@@ -51,12 +51,16 @@ def _directory(option: str, value: object, allowed: str) -> None:
     _require("\0" not in str(value), option, value, allowed)
 
 
-def _fields(option: str, value: msgspec.Struct) -> None:
+def _fields(option: str, value: FakeScript | Fault) -> None:
     """Each field is of its declared type."""
-    try:
-        msgspec.convert(msgspec.to_builtins(value), type(value), strict=True)
-    except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(option, f"got {shown(value)}: {error}") from None
+    for field in msgspec.structs.fields(value):
+        got = getattr(value, field.name)
+        try:
+            msgspec.convert(got, field.type, strict=True)
+        except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+            words = get_args(field.type) if get_origin(field.type) is Literal else None
+            allowed = f"; allowed: {', '.join(map(repr, words))}" if words else f": {error}"
+            raise InvalidRequest(f"{option}.{field.name}", f"got {shown(got)}{allowed}") from None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,6 +139,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(fits, "fake", self.fake, "a FakeScript exactly when kind='fake'")
         if self.fake is not None:
             _fields("fake", self.fake)
+            for index, fault in enumerate(self.fake.faults):
+                _fields(f"fake.faults[{index}]", fault)
         if self.kind != "fake" or self.path != "":
             _directory("path", self.path, "a directory, a hub id, or a fetched model's name")
         _require(isinstance(self.trust_remote_code, bool), "trust_remote_code", self.trust_remote_code, "True or False")

@@ -10,8 +10,9 @@ import pytest
 
 from runtime.config import ModelSpec, Settings, TenantSpec
 from runtime.errors import InvalidRequest
-from runtime.protocol.commands import FakeScript, Load
+from runtime.protocol.commands import Fault, Load
 from runtime.protocol.frames import encode
+from runtime.testing import fake_model
 
 ODD: list[Any] = [-1, 10**5000, 1.5j, float("nan"), float("inf"), b"x", [], {}, object()]
 
@@ -49,6 +50,19 @@ def test_a_weight_beyond_what_the_fair_queue_can_count_with_is_refused(weight: f
         TenantSpec(weight=weight)
 
 
-def test_a_script_of_a_wrong_kind_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="fake"):
-        ModelSpec("m", kind="fake", fake=FakeScript(context_length="long"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("script", "option", "words"),
+    [
+        ({"context_length": "long"}, "fake.context_length", "got 'long'"),
+        ({"faults": (Fault("load", "kill"), Fault("decod", "kill"))}, "fake.faults[1].at", "'prefill', 'decode', 'release'"),  # type: ignore[arg-type]
+        ({"faults": (Fault("decode", "kil"),)}, "fake.faults[0].action", "'exit', 'kill', 'sleep'"),  # type: ignore[arg-type]
+        ({"faults": (Fault("decode", "kill", number="1"),)}, "fake.faults[0].number", "got '1'"),  # type: ignore[arg-type]
+        ({"faults": Fault("decode", "kill")}, "fake.faults", "Expected `array`"),
+        ({"faults": ("kill",)}, "fake.faults", "Expected `array`"),
+    ],
+)
+def test_a_misspelt_script_is_refused_by_the_name_of_its_field(script: dict[str, Any], option: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        fake_model(**script)
+    assert caught.value.option == option
+    assert words in str(caught.value)
