@@ -34,6 +34,8 @@ class Tenant:
     async def generate(self, model: str, **options: Unpack[GenerateOptions]) -> Completion:
         """Ask and wait for the whole answer. Cancelling the call cancels the computation.
 
+        options: exactly one of prompt, tokens and messages; max_tokens, temperature, stop, seed and others: see `GenerateOptions`.
+
         :raises InvalidRequest: an option at fault, before anything is sent.
         :raises TroupeError: see `runtime.errors`; `partial_text` is what had been generated.
         """
@@ -42,7 +44,9 @@ class Tenant:
             return await stream.completion()
 
     def stream(self, model: str, **options: Unpack[GenerateOptions]) -> Stream:
-        """`async with tenant.stream(…) as stream: async for event in stream: …`. See `GenerateOptions` for the options.
+        """`async with tenant.stream(…) as stream: async for event in stream: …`; the events are `TextDelta` and at last `Finished`.
+
+        options: exactly one of prompt, tokens and messages; max_tokens, temperature, stop, seed and others: see `GenerateOptions`.
 
         :raises InvalidRequest: at once, for an option at fault. The request is handed in on entering the `async with`.
         """

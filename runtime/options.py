@@ -38,12 +38,19 @@ class PromptOptions(TypedDict, total=False):
 
 
 class GenerateOptions(PromptOptions, total=False):
-    """Keyword options of `Tenant.generate` and `Tenant.stream`: those of the prompt, and
+    """Keyword options of `Tenant.generate` and `Tenant.stream`: those of the prompt (see `PromptOptions`), and
 
-    max_tokens: per sequence. stop: up to 16 texts that end a sequence; they are never part of the result.
-    seed: None draws one, reported in the completion. n: sequences from one prompt.
-    logprobs: None, or how many alternatives to report beside each chosen token.
-    ignore_eos: go on past the model's end token. deadline_seconds: from submission to the end.
+    max_tokens: of one sequence, 1024 when not given. temperature: from 0, the default, which takes the likeliest token, to 10.
+    top_p, top_k, min_p: draw from the likeliest tokens only; off at 1, 0 and 0, the defaults.
+    repetition_penalty (over prompt and output, 1 is off), presence_penalty, frequency_penalty (over the output, 0 is off).
+    logit_bias: token id → what is added to its logit.
+    stop: one or up to 16 texts that end a sequence; they are never part of the result.
+    seed: None draws one, reported in the completion. n: sequences from one prompt, up to 16.
+    logprobs: None, or how many alternatives to report beside each chosen token, up to 20.
+    ignore_eos: go on past the model's end token. priority: "interactive" or "background".
+    deadline_seconds: from submission to the end, else `DeadlineExceeded`.
+
+    What is out of its range is an `InvalidRequest` that names the range.
     """
 
     max_tokens: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
-from runtime.options import ALLOWED_OPTIONS, RANGES, validate
+from runtime.options import ALLOWED_OPTIONS, RANGES, GenerateOptions, PromptOptions, validate
 from runtime.prompts import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 from runtime.protocol.commands import ChatPrompt, Prefill, PrefillRow, Prepare, TextPrompt, TokenPrompt
 from runtime.protocol.frames import encode
@@ -30,6 +31,11 @@ def test_defaults_are_greedy_and_bounded() -> None:
     assert valid.prompt == TextPrompt("hi")
     assert (valid.max_tokens, valid.sampling.temperature, valid.sampling.logprobs, valid.num_sequences) == (1024, 0.0, -1, 1)
     assert (valid.stop, valid.priority, valid.deadline_seconds, valid.warnings) == ((), "interactive", None, ())
+
+
+def test_every_option_is_explained_where_a_person_asks_for_help() -> None:
+    explained = f"{PromptOptions.__doc__} {GenerateOptions.__doc__}"
+    assert [name for name in ALLOWED_OPTIONS if re.search(rf"\b{name}\b", explained) is None] == []
 
 
 def test_an_unknown_option_is_named_with_all_the_allowed_ones() -> None:
