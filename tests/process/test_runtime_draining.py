@@ -9,6 +9,7 @@ import pytest
 
 import runtime
 from runtime.testing import fake_model
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -48,8 +49,7 @@ async def test_models_that_drain_side_by_side_each_end_with_their_own_last_reque
                 await anyio.wait_all_tasks_blocked()
             began = time.monotonic()
             of_first.cancel()
-            while "first" not in ended:
-                await anyio.sleep(0.01)
+            await until(lambda: "first" in ended)
             assert "second" not in ended
             of_second.cancel()
         assert time.monotonic() - began < 15
