@@ -76,7 +76,7 @@ def check_size(directory: Path, config: dict[str, Any], num_tensors: int) -> Non
             if isinstance(value, int) and value > num_tensors:
                 raise LoadError(
                     "missing_weights",
-                    f"config.json in {directory} says that {key!r} is {value}, but the weight files hold {num_tensors} tensors in all",
+                    f"config.json in {directory} says that {key!r} is {value}, but all weight files hold {num_tensors} tensors",
                 )
 
 
