@@ -23,14 +23,16 @@ from tests.support.tiny import TinyShelf
 SECONDS = 60.0
 
 
-def troupe(*arguments: str, home: Path | None = None, code: int = 0, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MLX_DISABLE_COMPILE": "1"}
+def troupe(
+    *arguments: str, home: Path | None = None, code: int = 0, input: str | None = None, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MLX_DISABLE_COMPILE": "1", "PYTHONIOENCODING": encoding}
     if home is not None:
         environment["TROUPE_HOME"] = str(home)
     result = subprocess.run(
         [sys.executable, "-m", "runtime.cli", *arguments],
         capture_output=True,
-        text=True,
+        encoding=encoding,
         env=environment,
         timeout=SECONDS,
         input=input,
@@ -133,6 +135,15 @@ def test_streamed_text_is_the_text_of_the_json(tiny_checkpoint: Path) -> None:
     text = json.loads(troupe(*asked, "--json", input="Hello").stdout)["text"]
     assert text
     assert troupe(*asked, input="Hello").stdout.rstrip("\n") == text.rstrip("\n")
+
+
+def test_a_locale_without_a_character_shows_a_question_mark_and_json_keeps_it(tiny_checkpoint: Path) -> None:
+    asked = ("run", str(tiny_checkpoint), "-", "--raw", "--max-tokens", "24", "--temperature", "1", "--seed", "3")
+    in_unicode = json.loads(troupe(*asked, "--json", input="Hello").stdout)["text"]
+    assert not in_unicode.isascii()
+    assert json.loads(troupe(*asked, "--json", input="Hello", encoding="ascii").stdout)["text"] == in_unicode
+    said = troupe(*asked, input="Hello", encoding="ascii").stdout
+    assert said.rstrip("\n") == in_unicode.encode("ascii", "replace").decode().rstrip("\n")
 
 
 def test_a_stop_text_ends_the_answer_before_it(tiny_checkpoint: Path) -> None:
