@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -108,6 +109,21 @@ async def test_a_file_system_without_sockets_is_passed_over(short: Path, monkeyp
     with pytest.raises(RunDirectoryError, match="no socket"):
         await RunDirectory.make([str(short)])
     assert names_in(short) == []
+
+
+async def test_no_descriptor_left_is_an_error_of_ours_that_says_so(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for name, played in (
+        ("subprocess", SimpleNamespace(Popen=refuse, PIPE=-1, DEVNULL=-3)),
+        ("socket", SimpleNamespace(socket=refuse, AF_UNIX=1)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(rundir, name, played)
+            with pytest.raises(RunDirectoryError, match="Too many open files"):
+                await RunDirectory.make([str(short)])
+        assert names_in(short) == []
 
 
 async def test_a_directory_that_already_stands_there_is_never_removed(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
