@@ -14,6 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 async def opponent_environment(threads: int, directory: Path) -> dict[str, str]:
     """The whole environment of a child. `directory` must stay as long as children start."""
     choice = await choose_blas("auto", directory, threads=threads)
-    made = worker_environment({**os.environ, "HF_HUB_OFFLINE": "1"}, choice.changes)
+    made = worker_environment({**os.environ, "HF_HUB_OFFLINE": "1"}, choice.changes, directory)
     made["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [made.get("PYTHONPATH")])])
     return made

@@ -41,6 +41,8 @@ from runtime.fetch import fetch
 
 PARTS = ("a", "b", "c", "d", "e")
 MAIN_MODEL = "smollm2-135m"
+DEFAULT_THREADS = max(1, (os.cpu_count() or 1) - 1)
+"""As the runtime does for one model: on all cores, BLAS threads spin whenever anything else wants one, on either side."""
 _DEADLINE_SECONDS = 1800.0
 _PACKAGES = ("mlx-troupe", "mlx", "mlx-lm", "pyzmq", "msgspec", "anyio")
 
@@ -51,7 +53,7 @@ def _arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, for instance a,c (default: all)")
     parser.add_argument("--runs", type=int, help="runs of each side (default: 5, with --quick 1)")
     parser.add_argument("--model", default=MAIN_MODEL, help="checkpoint directory, or model to fetch (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="compute threads, but for d (default: all cores)")
+    parser.add_argument("--threads", type=int, default=DEFAULT_THREADS, help="compute threads, but for d (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="also write the JSON to this file")
     values = parser.parse_args(given)
     unknown = set(values.only.split(",")) - set(PARTS)

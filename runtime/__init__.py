@@ -41,9 +41,11 @@ if TYPE_CHECKING:
         WorkerUnresponsive,
     )
     from runtime.host import Runtime
-    from runtime.info import ModelInfo, RuntimeStats, WorkerStats
+    from runtime.info import ModelInfo, ModelState, RuntimeStats, WorkerStats
     from runtime.options import GenerateOptions, PromptOptions
-    from runtime.protocol.events import Capabilities, WorkerReport
+    from runtime.protocol.events import Capabilities, ModelFacts, TokenLogprob, WorkerReport
+    from runtime.scheduler.request import Timings
+    from runtime.scheduler.stats import ModelStats, SchedulerStats, TenantStats
     from runtime.watch import (
         LoadProgress,
         ModelStateChanged,
@@ -82,9 +84,11 @@ _HOMES = {
         "WorkerUnresponsive",
     ),
     "host": ("Runtime",),
-    "info": ("ModelInfo", "RuntimeStats", "WorkerStats"),
+    "info": ("ModelInfo", "ModelState", "RuntimeStats", "WorkerStats"),
     "options": ("GenerateOptions", "PromptOptions"),
-    "protocol.events": ("Capabilities", "WorkerReport"),
+    "protocol.events": ("Capabilities", "ModelFacts", "TokenLogprob", "WorkerReport"),
+    "scheduler.request": ("Timings",),
+    "scheduler.stats": ("ModelStats", "SchedulerStats", "TenantStats"),
     "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -103,11 +107,14 @@ __all__ = [
     "InvalidRequest",
     "LoadProgress",
     "ModelError",
+    "ModelFacts",
     "ModelInfo",
     "ModelLoadFailed",
     "ModelNotLoaded",
     "ModelSpec",
+    "ModelState",
     "ModelStateChanged",
+    "ModelStats",
     "ModelUnavailable",
     "Overloaded",
     "PromptOptions",
@@ -119,13 +126,17 @@ __all__ = [
     "Runtime",
     "RuntimeClosed",
     "RuntimeStats",
+    "SchedulerStats",
     "Settings",
     "Stream",
     "StreamEvent",
     "Tenant",
     "TenantLimitReached",
     "TenantSpec",
+    "TenantStats",
     "TextDelta",
+    "Timings",
+    "TokenLogprob",
     "TroupeError",
     "Usage",
     "Watch",

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 from runtime.completion import Completion, Finished, StreamEvent, TextDelta, assemble
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, shown
 from runtime.options import GenerateOptions, ValidOptions, validate
 from runtime.protocol.ids import TenantId
 from runtime.scheduler.request import Outcome, Piece
@@ -34,6 +34,8 @@ class Tenant:
     async def generate(self, model: str, **options: Unpack[GenerateOptions]) -> Completion:
         """Ask and wait for the whole answer. Cancelling the call cancels the computation.
 
+        options: exactly one of prompt, tokens and messages; max_tokens, temperature, stop, seed and others: see `GenerateOptions`.
+
         :raises InvalidRequest: an option at fault, before anything is sent.
         :raises TroupeError: see `runtime.errors`; `partial_text` is what had been generated.
         """
@@ -42,7 +44,9 @@ class Tenant:
             return await stream.completion()
 
     def stream(self, model: str, **options: Unpack[GenerateOptions]) -> Stream:
-        """`async with tenant.stream(…) as stream: async for event in stream: …`. See `GenerateOptions` for the options.
+        """`async with tenant.stream(…) as stream: async for event in stream: …`; the events are `TextDelta` and at last `Finished`.
+
+        options: exactly one of prompt, tokens and messages; max_tokens, temperature, stop, seed and others: see `GenerateOptions`.
 
         :raises InvalidRequest: at once, for an option at fault. The request is handed in on entering the `async with`.
         """
@@ -57,7 +61,7 @@ class Stream:
 
     def __init__(self, desk: Desk, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> None:
         if not isinstance(model, str) or not model:
-            raise InvalidRequest("model", f"got {model!r}; allowed: the name of a loaded model")
+            raise InvalidRequest("model", f"got {shown(model)}; allowed: the name of a loaded model")
         self._desk = desk
         self._tenant = tenant
         self._model = model

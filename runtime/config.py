@@ -5,30 +5,62 @@ All checks happen on construction and raise `InvalidRequest` naming the value, s
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from runtime.errors import InvalidRequest
-from runtime.protocol.commands import FakeScript
+from runtime.errors import InvalidRequest, shown
+from runtime.protocol.commands import FakeScript, Fault
 
 
 def _require(ok: bool, option: str, got: object, allowed: str) -> None:
     if not ok:
-        raise InvalidRequest(option, f"got {got!r}; allowed: {allowed}")
+        raise InvalidRequest(option, f"got {shown(got)}; allowed: {allowed}")
 
 
-def _positive(option: str, value: float) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    _require(ok, option, value, "a finite number above 0")
+MAX_SECONDS = 1e9
+WEIGHT_RANGE = (1e-6, 1e6)
+"""Tags of the fair queue are sums of tokens / weight; within this range they stay exact enough for years."""
+
+
+def _real(option: str, value: float, low: float, high: float, allowed: str) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high  # false for NaN
+    _require(ok, option, value, allowed)
+
+
+def _seconds(option: str, value: float) -> None:
+    _real(option, value, 1e-9, MAX_SECONDS, f"seconds above 0, at most {MAX_SECONDS:g}")
 
 
 def _count(option: str, value: int, low: int, high: int) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     _require(ok, option, value, f"a whole number from {low} to {high}")
+
+
+def _text(option: str, value: object, allowed: str) -> None:
+    """Not empty, and such that it can be sent: a directory's name that is no UTF-8 reaches Python as half surrogates."""
+    _require(isinstance(value, str) and bool(value.strip()), option, value, allowed)
+    _require(not any("\ud800" <= character <= "\udfff" for character in str(value)), option, value, f"{allowed}, in UTF-8")
+
+
+def _directory(option: str, value: object, allowed: str) -> None:
+    _require(isinstance(value, str | Path), option, value, allowed)
+    _text(option, str(value), allowed)
+    _require("\0" not in str(value), option, value, allowed)
+
+
+def _fields(option: str, value: FakeScript | Fault) -> None:
+    """Each field is of its declared type."""
+    for field in msgspec.structs.fields(value):
+        got = getattr(value, field.name)
+        try:
+            msgspec.convert(got, field.type, strict=True)
+        except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+            words = get_args(field.type) if get_origin(field.type) is Literal else None
+            allowed = f"; allowed: {', '.join(map(repr, words))}" if words else f": {error}"
+            raise InvalidRequest(f"{option}.{field.name}", f"got {shown(got)}{allowed}") from None
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,9 +90,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_queued: int = 1024
 
     def __post_init__(self) -> None:
+        if self.home is not None:
+            _directory("home", self.home, "a directory, or None")
         _require(self.blas in ("auto", "reference"), "blas", self.blas, "'auto', 'reference'")
         for name in ("connect_seconds", "load_seconds", "grace_seconds", "silence_seconds"):
-            _positive(name, getattr(self, name))
+            _seconds(name, getattr(self, name))
         if self.compute_threads is not None:
             _count("compute_threads", self.compute_threads, 1, 1024)
         _count("stream_window_tokens", self.stream_window_tokens, 1, 1 << 20)
@@ -89,7 +123,7 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     name: str
-    path: str = ""
+    path: str | Path = ""
     kind: Literal["auto", "lm", "fake"] = "auto"
     max_slots: int = 16
     max_context_tokens: int | None = None
@@ -99,10 +133,19 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fake: FakeScript | None = None
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.name, str) and bool(self.name.strip()), "name", self.name, "a non-empty string")
+        _text("name", self.name, "a non-empty string")
         _require(self.kind in ("auto", "lm", "fake"), "kind", self.kind, "'auto', 'lm', 'fake'")
-        _require((self.kind == "fake") == (self.fake is not None), "fake", self.fake, "a FakeScript exactly when kind='fake'")
-        _require(self.kind == "fake" or bool(str(self.path)), "path", self.path, "a directory, a hub id, or a fetched model's name")
+        fits = isinstance(self.fake, FakeScript) if self.kind == "fake" else self.fake is None
+        _require(fits, "fake", self.fake, "a FakeScript exactly when kind='fake'")
+        if self.fake is not None:
+            _fields("fake", self.fake)
+            for index, fault in enumerate(self.fake.faults):
+                _fields(f"fake.faults[{index}]", fault)
+        if self.kind != "fake" or self.path != "":
+            _directory("path", self.path, "a directory, a hub id, or a fetched model's name")
+        _require(isinstance(self.trust_remote_code, bool), "trust_remote_code", self.trust_remote_code, "True or False")
+        if self.revision is not None:
+            _text("revision", self.revision, "a branch, tag or commit of the hub, or None")
         _count("max_slots", self.max_slots, 1, 256)
         if self.max_context_tokens is not None:
             _count("max_context_tokens", self.max_context_tokens, 2, 1 << 24)
@@ -113,7 +156,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tenant's share.
 
-    weight: tokens it may take relative to others when all want more. max_running and max_queued count its requests.
+    weight: tokens it may take relative to others when all want more, from 0.000001 to 1000000. max_running and max_queued
+    count its requests.
     """
 
     weight: float = 1.0
@@ -121,6 +165,7 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_queued: int = 64
 
     def __post_init__(self) -> None:
-        _positive("weight", self.weight)
+        low, high = WEIGHT_RANGE
+        _real("weight", self.weight, low, high, f"a number from {low:f} to {high:.0f}")
         _count("max_running", self.max_running, 1, 4096)
         _count("max_queued", self.max_queued, 0, 1 << 20)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import anyio
 
@@ -22,16 +24,16 @@ class RequestDesk:
         self.is_open = True
         self._scheduler = scheduler
         self._watchers = watchers
-        self._draining: set[ModelName] = set()
+        self._num_refusing: Counter[ModelName] = Counter()
         self._num_open: Counter[ModelName] = Counter()
-        self._drained = anyio.Event()
+        self._drained: dict[ModelName, anyio.Event] = {}
         scheduler.on_end = self._ended
 
     def submit(self, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> TokenStream:
         if not self.is_open:
             raise RuntimeClosed
         name = ModelName(model)
-        if name in self._draining:
+        if self._num_refusing[name]:
             raise ModelNotLoaded(model, "is being unloaded")
         request = Request(
             id=self._scheduler.new_request_id(),
@@ -56,15 +58,20 @@ class RequestDesk:
         self._num_open[request.model] -= 1
         if not self._num_open[request.model]:
             del self._num_open[request.model]
-            self._drained.set()
+            if (drained := self._drained.pop(request.model, None)) is not None:
+                drained.set()
         self._watchers.publish(RequestEnded(request.model, request.tenant, request.id, outcome.state))
 
-    async def drain(self, model: ModelName) -> None:
-        """Refuse new requests for the model until `reopen`, and wait until none is under way."""
-        self._draining.add(model)
-        while self._num_open[model]:
-            self._drained = anyio.Event()
-            await self._drained.wait()
+    @contextmanager
+    def refusing(self, model: ModelName) -> Iterator[None]:
+        """New requests for the model are refused as long as anybody is inside."""
+        self._num_refusing[model] += 1
+        try:
+            yield
+        finally:
+            self._num_refusing[model] -= 1
 
-    def reopen(self, model: ModelName) -> None:
-        self._draining.discard(model)
+    async def drained(self, model: ModelName) -> None:
+        """Wait until none of its requests is under way; any number of tasks may."""
+        while self._num_open[model]:
+            await self._drained.setdefault(model, anyio.Event()).wait()

@@ -30,6 +30,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+MAX_SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """A value in an error message: as Python writes it, cut short.
+
+    Of what cannot be written (an integer of thousands of digits, an endless nesting, a class whose repr raises) only the type.
+    """
+    try:
+        words = repr(value)
+    except Exception:  # foreign code, and about to be refused anyway
+        return f"a value of type {type(value).__name__}"
+    return words if len(words) <= MAX_SHOWN_CHARACTERS else f"{words[: MAX_SHOWN_CHARACTERS - 3]}..."
+
 
 @dataclass(frozen=True, slots=True)
 class ExitReport:
@@ -207,4 +221,4 @@ class RuntimeClosed(TroupeError):
     code = "runtime_closed"
 
     def __init__(self) -> None:
-        super().__init__("the Runtime is closed; open a new one with 'async with runtime.Runtime()'")
+        super().__init__("the Runtime is not open, and each opens once; use a new one inside 'async with runtime.Runtime() as rt:'")

@@ -20,7 +20,7 @@ from runtime.actors.worker_actor import WorkerActor
 from runtime.client import Tenant
 from runtime.config import ModelSpec, Settings, TenantSpec
 from runtime.desk import RequestDesk
-from runtime.errors import ExitReport, InvalidRequest, RuntimeClosed, TroupeError
+from runtime.errors import ExitReport, InvalidRequest, RuntimeClosed, TroupeError, shown
 from runtime.info import ModelInfo, ModelState, RuntimeStats, WorkerStats
 from runtime.locate import Location, locate
 from runtime.options import PromptOptions, validate_prompt
@@ -59,6 +59,8 @@ class Runtime:
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
+        if not isinstance(self.settings, Settings):
+            raise InvalidRequest("settings", f"got {shown(settings)}; allowed: a Settings")
         self._phase: Literal["new", "open", "closed"] = "new"
         self._watchers = WatchHub()
         self._tenants: dict[TenantId, Tenant] = {}
@@ -129,9 +131,9 @@ class Runtime:
         """
         self._require_open()
         if not isinstance(spec, ModelSpec):
-            raise InvalidRequest("spec", f"got {spec!r}; allowed: a ModelSpec")
+            raise InvalidRequest("spec", f"got {shown(spec)}; allowed: a ModelSpec")
         if spec.kind == "fake":
-            location = Location(spec.path, is_hub_id=False)
+            location = Location(str(spec.path), is_hub_id=False)
         else:
             location = locate(spec.name, str(spec.path), self.settings.home_directory(), store.resolve)
         load = Load(
@@ -153,17 +155,16 @@ class Runtime:
 
         Its requests get `ModelNotLoaded`. With `drain_seconds`, new ones are refused at once and those there may take that long.
 
-        :raises ModelNotLoaded: there never was a model of that name.
+        :raises ModelNotLoaded: there never was a model of that name. :raises InvalidRequest: of `drain_seconds`.
         """
         self._require_open()
+        if isinstance(drain_seconds, bool) or not isinstance(drain_seconds, int | float) or not drain_seconds >= 0:
+            raise InvalidRequest("drain_seconds", f"got {shown(drain_seconds)}; allowed: a number from 0")
         model = ModelName(name)
         if drain_seconds > 0:
-            with anyio.move_on_after(drain_seconds):
-                await self._desk.drain(model)
-        try:
-            await self._supervisor.unload(model)
-        finally:
-            self._desk.reopen(model)
+            with self._desk.refusing(model), anyio.move_on_after(drain_seconds):
+                await self._desk.drained(model)
+        await self._supervisor.unload(model)
 
     def models(self) -> list[ModelInfo]:
         """In the order of their loads; also those still loading, restarting or failed."""
@@ -197,11 +198,13 @@ class Runtime:
     def tenant(self, name: str, spec: TenantSpec | None = None) -> Tenant:
         """The tenant of that name, made at its first use. A given spec replaces the one before.
 
-        :raises InvalidRequest: the name is not a string of 1 to 128 characters.
+        :raises InvalidRequest: the name is not a string of 1 to 128 characters, or the spec none.
         """
         self._require_open()
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_TENANT_NAME_CHARACTERS:
-            raise InvalidRequest("tenant", f"got {name!r}; allowed: a string of 1 to {MAX_TENANT_NAME_CHARACTERS} characters")
+            raise InvalidRequest("tenant", f"got {shown(name)}; allowed: a string of 1 to {MAX_TENANT_NAME_CHARACTERS} characters")
+        if spec is not None and not isinstance(spec, TenantSpec):
+            raise InvalidRequest("spec", f"got {shown(spec)}; allowed: a TenantSpec")
         key = TenantId(name)
         if spec is not None or key not in self._tenants:
             self._scheduler.offer(TenantSet(key, spec or TenantSpec()))

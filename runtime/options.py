@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
-from runtime.errors import InvalidRequest
-from runtime.prompts import checked_text, checked_token, make_prompt, shown, whole_number
+from runtime.errors import InvalidRequest, shown
+from runtime.prompts import checked_text, checked_token, make_prompt, whole_number
 from runtime.protocol.commands import Prompt, Sampling
 from runtime.protocol.tokens import TokenIds
 
@@ -38,12 +38,19 @@ class PromptOptions(TypedDict, total=False):
 
 
 class GenerateOptions(PromptOptions, total=False):
-    """Keyword options of `Tenant.generate` and `Tenant.stream`: those of the prompt, and
+    """Keyword options of `Tenant.generate` and `Tenant.stream`: those of the prompt (see `PromptOptions`), and
 
-    max_tokens: per sequence. stop: up to 16 texts that end a sequence; they are never part of the result.
-    seed: None draws one, reported in the completion. n: sequences from one prompt.
-    logprobs: None, or how many alternatives to report beside each chosen token.
-    ignore_eos: go on past the model's end token. deadline_seconds: from submission to the end.
+    max_tokens: of one sequence, 1024 when not given. temperature: from 0, the default, which takes the likeliest token, to 10.
+    top_p, top_k, min_p: draw from the likeliest tokens only; off at 1, 0 and 0, the defaults.
+    repetition_penalty (over prompt and output, 1 is off), presence_penalty, frequency_penalty (over the output, 0 is off).
+    logit_bias: token id → what is added to its logit.
+    stop: one or up to 16 texts that end a sequence; they are never part of the result.
+    seed: None draws one, reported in the completion. n: sequences from one prompt, up to 16.
+    logprobs: None, or how many alternatives to report beside each chosen token, up to 20.
+    ignore_eos: go on past the model's end token. priority: "interactive" or "background".
+    deadline_seconds: from submission to the end, else `DeadlineExceeded`.
+
+    What is out of its range is an `InvalidRequest` that names the range.
     """
 
     max_tokens: int
@@ -85,7 +92,7 @@ class Range:
             return None
         number = whole_number(value) if self.whole else _real(value)
         if number is None or number > self.high or number < self.low or (self.above and number == self.low):
-            raise InvalidRequest(option, f"got {value!r}; allowed: {self.describe()}")
+            raise InvalidRequest(option, f"got {shown(value)}; allowed: {self.describe()}")
         return number
 
 
@@ -182,14 +189,14 @@ def _real(value: object) -> float | None:
 
 def _boolean(option: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise InvalidRequest(option, f"got {value!r}; allowed: True or False")
+        raise InvalidRequest(option, f"got {shown(value)}; allowed: True or False")
     return value
 
 
 def _priority(value: object) -> Literal["interactive", "background"]:
     if value == "interactive" or value == "background":
         return value
-    raise InvalidRequest("priority", f"got {value!r}; allowed: 'interactive' or 'background'")
+    raise InvalidRequest("priority", f"got {shown(value)}; allowed: 'interactive' or 'background'")
 
 
 def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -214,5 +221,6 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         )
     pairs = []
     for token, bias in value.items():
-        pairs.append((checked_token("logit_bias", token), cast(float, LOGIT_BIAS.check(f"logit_bias[{token!r}]", bias))))
+        checked = checked_token("logit_bias", token)
+        pairs.append((checked, cast(float, LOGIT_BIAS.check(f"logit_bias[{checked}]", bias))))
     return tuple(sorted(pairs))

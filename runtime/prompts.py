@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, shown
 from runtime.protocol.commands import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from runtime.protocol.tokens import TokenIds
 
@@ -101,7 +101,7 @@ def whole_number(value: object) -> int | None:
         return None
     try:
         return operator.index(cast(Any, value))
-    except TypeError:
+    except Exception:  # a TypeError for most; whatever else a foreign class raises, it gave no number
         return None
 
 
@@ -123,9 +123,3 @@ def checked_text(option: str, value: object, allowed: str = "a non-empty string"
     if num_bytes > MAX_TEXT_BYTES:
         raise InvalidRequest(option, f"has {num_bytes} bytes; allowed: at most {MAX_TEXT_BYTES}")
     return value
-
-
-def shown(value: object) -> str:
-    """For an error message: as Python writes it, cut short."""
-    words = repr(value)
-    return words if len(words) <= 80 else f"{words[:77]}..."

@@ -5,7 +5,8 @@ and that promise is added to every deadline. Three things count as silence:
 
     no message at all           its process hangs, or is stopped
     a step that never ends      the beats go on, but the same step of a busy phase stands still
-    a command never answered    `Prepare`, `Release` and `Inspect` are always answered (and `Shutdown`, which the ladder watches)
+    a command never answered    `Prepare`, `Release` and `Inspect` are always answered (and `Shutdown`, which the ladder watches);
+                                a prompt may take its worker as long as it is allowed to, however short the silence
 
 The caller must take in whatever has already arrived before it asks for a verdict: while its loop was blocked, silence was its own.
 """
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from runtime.protocol.commands import AnyCommand, Inspect, Prepare, Release
+from runtime.protocol.commands import PREPARE_SECONDS, AnyCommand, Inspect, Prepare, Release
 from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Prepared, Refused, Released, StepDone
 
+ANSWER_SECONDS = 5.0
+"""Within these a worker notices that a prompt is past its deadline, and says so."""
 RESTART_FIRST_SECONDS = 0.5
 RESTART_MOST_SECONDS = 30.0
 RESTART_DEATHS = 5
@@ -28,9 +31,11 @@ _BUSY = ("prefill", "decode")
 class Vigil:
     """Watches over one worker from its `Ready` on. Times are seconds of one monotonic clock."""
 
-    def __init__(self, silence_seconds: float, now: float) -> None:
+    def __init__(self, silence_seconds: float, now: float, *, prepare_seconds: float = PREPARE_SECONDS + ANSWER_SECONDS) -> None:
+        """prepare_seconds: what a single prompt may take."""
         self._silence = silence_seconds
         self._heard = now
+        self._prepare_allowance = max(0.0, prepare_seconds - silence_seconds)
         self._promise = 0.0
         self._step = (-1, "idle")
         self._progress = now
@@ -44,7 +49,7 @@ class Vigil:
         """A command went out. A repeated one does not extend the deadline of the first."""
         match command:
             case Prepare(request=request):
-                self._owe("prepare", request, now)
+                self._owe("prepare", request, now + self._prepare_allowance)
             case Release(requests=requests, sequences=sequences):
                 for request in requests:
                     self._owe("release request", request, now)
@@ -90,7 +95,7 @@ class Vigil:
             # They are answered one after another: an answer is progress for those waiting behind it.
             for key in self._owed:
                 if key[0] == what:
-                    self._owed[key] = now
+                    self._owed[key] = now + (self._prepare_allowance if what == "prepare" else 0.0)
 
     def deadline(self) -> float:
         """When `verdict` could first complain, if nothing more is heard or asked."""

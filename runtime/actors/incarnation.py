@@ -18,7 +18,7 @@ from runtime.actors.roles import Owner, Process
 from runtime.config import Settings
 from runtime.protocol.channel import MAX_EVENTS_PER_RECEIVE, ChannelClosed, ChannelFull, HostChannel
 from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Shutdown
-from runtime.protocol.events import AnyEvent, Failed, Heartbeat, Hello, Loading, Ready, StepDone, Stopped
+from runtime.protocol.events import AnyEvent, Failed, Heartbeat, Hello, Loading, Ready, Refused, StepDone, Stopped
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import Incarnation as IncarnationNumber
 
@@ -217,6 +217,8 @@ class Incarnation:
                 self._decide("breach", f"it sent {type(event).__name__} while {self._stage}")
             case _ if self._stage == "ready":
                 self._pass_on(event)
+            case Refused(message=message):
+                self._decide("breach", f"it refused what it was sent while {self._stage} ({message})")
             case _:
                 self._decide("breach", f"it sent {type(event).__name__} while {self._stage}")
 

@@ -37,7 +37,7 @@ class Launcher:
             process = await spawn_worker(
                 self._group,
                 worker_command(self._directory, key, incarnation),
-                environment=worker_environment(os.environ, changes),
+                environment=worker_environment(os.environ, changes, self._directory),
                 model=spec.name,
                 incarnation=incarnation,
             )

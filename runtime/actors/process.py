@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,12 +39,15 @@ def worker_command(directory: Path, key: str, incarnation: int) -> list[str]:
     ]
 
 
-def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None], directory: Path) -> dict[str, str]:
     """The environment of a worker: the user's own, what every worker needs, then `changes` (None removes a name).
 
-    The worker must find this very package, and no other module of the user's working directory by accident.
+    The worker must find this very package, and no other module of the user's working directory by accident. `directory`: a
+    place of ours for temporary files, where the system has none.
     """
     made = {**base, "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if (temporary := usable_temporary_directory(base, directory)) != base.get("TMPDIR", "/tmp"):
+        made["TMPDIR"] = temporary
     source = str(Path(__file__).absolute().parents[2])
     if source not in {
         sysconfig.get_path("purelib"),
@@ -56,6 +60,16 @@ def worker_environment(base: Mapping[str, str], changes: Mapping[str, str | None
         else:
             made[name] = value
     return made
+
+
+def usable_temporary_directory(base: Mapping[str, str], otherwise: Path) -> str:
+    """TMPDIR, or the first usual place that can be written to: MLX compiles its CPU kernels there, and without it runs nothing."""
+    usual = {*(os.path.abspath(base[name]) for name in ("TMPDIR", "TEMP", "TMP") if base.get(name)), "/tmp", "/var/tmp", "/usr/tmp"}
+    try:
+        found = tempfile.gettempdir()
+    except FileNotFoundError:
+        return str(otherwise)
+    return found if found in usual else str(otherwise)  # the last place it tries is the working directory, which is the user's
 
 
 class Tail:

@@ -98,7 +98,10 @@ class RunDirectory:
         if (why_not := objection(base)) is not None:
             return why_not
         path = Path(base, PREFIX + secrets.token_hex(_NAME_DIGITS // 2))
-        janitor = _start_janitor(path)
+        try:
+            janitor = _start_janitor(path)
+        except OSError as error:  # no descriptor or no process is left
+            return f"no janitor can be started: {error.strerror or error}"
         try:
             path.mkdir(mode=0o700)
         except OSError as error:
@@ -149,10 +152,10 @@ def _dismiss(janitor: subprocess.Popen[bytes]) -> None:
 
 def _socket_objection(path: Path) -> str | None:
     """Some file systems hold directories but no sockets."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
             probe.bind(os.fspath(path / "probe"))
-        except OSError as error:
-            return f"no socket can be made in it: {error.strerror or error}"
-    (path / "probe").unlink()
+        (path / "probe").unlink()
+    except OSError as error:
+        return f"no socket can be made in it: {error.strerror or error}"
     return None

@@ -7,6 +7,7 @@ Results go to stdout, everything else (progress, errors) to stderr. Exit codes: 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,8 @@ WARNING = 30  # of the logging module, which costs an import
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code. argparse raises SystemExit for --help, --version and wrong usage."""
     options = parse(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without some character of an answer shows a question mark for it
     try:
         try:
             return _run(options.command, options)

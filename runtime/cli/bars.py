@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
 BYTE_STAGES = frozenset({"download", "verify", "weights"})
@@ -18,20 +19,27 @@ def megabytes(num_bytes: int) -> str:
 
 
 class Bars:
-    """One bar for each (subject, stage). `with Bars() as bars: bars.update("smollm2-135m", "download", 10, 100)`."""
+    """One bar for each subject, of its stage now. `with Bars() as bars: bars.update("smollm2-135m", "download", 10, 100)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: Console | None = None) -> None:
+        """terminal: where the bars move; None is stderr, if that is one."""
+        self._terminal = terminal
         self._lines = Lines()
         self._progress: Progress | None = None
-        self._tasks: dict[tuple[str, str], TaskID] = {}
+        self._tasks: dict[str, tuple[TaskID, str]] = {}  # subject → (its bar, the stage it shows)
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
+        if self._terminal is None and sys.stderr.isatty():
             from rich.console import Console
+
+            self._terminal = Console(stderr=True)
+        if self._terminal is not None:
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-            columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()]
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            # Of an unknown extent there is no percentage, just a bar in motion.
+            percentage = TaskProgressColumn(text_format_no_percentage="    ")
+            columns = [TextColumn("{task.description}"), BarColumn(), percentage, TimeElapsedColumn()]
+            self._progress = Progress(*columns, console=self._terminal, transient=True)
             self._progress.start()
         return self
 
@@ -40,15 +48,21 @@ class Bars:
             self._progress.stop()
 
     def update(self, subject: str, stage: str, done: int, total: int) -> None:
-        """`total` 0: unknown."""
+        """`total` 0: unknown. 1: a stage without parts, whose extent shows as unknown until it is done."""
         if self._progress is None:
             for line in self._lines.update(subject, stage, done, total):
                 print(line, file=sys.stderr, flush=True)
             return
-        task = self._tasks.get((subject, stage))
-        if task is None:
-            task = self._tasks[subject, stage] = self._progress.add_task(f"{subject}: {stage}", total=total or None)
-        self._progress.update(task, completed=done, total=total or None)
+        extent = total if total > 1 or done else None
+        description = f"{subject}: {stage}"
+        if subject not in self._tasks:
+            self._tasks[subject] = (self._progress.add_task(description, total=extent), stage)
+        task, shown = self._tasks[subject]
+        if shown != stage:
+            self._tasks[subject] = (task, stage)
+            self._progress.reset(task, description=description)
+        self._progress.tasks[task].total = extent  # `update` would take None for "as it was"
+        self._progress.update(task, completed=done)
 
 
 class Lines:

@@ -14,11 +14,7 @@ from runtime.doctor import Finding, examine
 async def main(options: argparse.Namespace) -> int:
     findings = await examine(Settings().home_directory())
     fine = all(finding.is_fine for finding in findings)
-    print(
-        json.dumps({"fine": fine, "findings": msgspec.to_builtins(findings)}, ensure_ascii=False)
-        if options.json
-        else table(findings)
-    )
+    print(json.dumps({"fine": fine, "findings": msgspec.to_builtins(findings)}) if options.json else table(findings))
     return 0 if fine else 1
 
 

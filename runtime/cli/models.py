@@ -36,7 +36,7 @@ def list_models(home: Path, *, as_json: bool) -> None:
     models = store.list_models(home)
     if as_json:
         rows = [{"name": model.manifest.name, "path": str(model.path), "bytes": model.num_bytes} for model in models]
-        print(json.dumps(rows, ensure_ascii=False))
+        print(json.dumps(rows))
         return
     width = max((len(name) for name in catalog()), default=0)
     for model in models:

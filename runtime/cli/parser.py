@@ -5,6 +5,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+_WHOLE_NUMBERS = {
+    "max-tokens": "of the answer; 1024 when not given",
+    "top-k": "draw from that many likeliest tokens; 0 is off",
+    "seed": "of the draw; drawn, and told by --json, when not given",
+}
+_NUMBERS = {
+    "temperature": "0, the default, takes the likeliest token",
+    "top-p": "draw from the likeliest tokens that have so much probability together; 1 is off",
+    "min-p": "draw from tokens at least so likely relative to the likeliest; 0 is off",
+    "repetition-penalty": "over prompt and output; 1 is off",
+    "presence-penalty": "over the output; 0 is off",
+    "frequency-penalty": "over the output, for each occurrence; 0 is off",
+}
+
 
 class Version(argparse.Action):
     """Looks the version up only when asked: the look-up costs more than all the rest of the parsing."""
@@ -41,10 +55,10 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", metavar="NAME", help="of a hub id")
     parser.add_argument("--trust-remote-code", action="store_true", help="let a checkpoint bring its own Python code")
     sampling = parser.add_argument_group("sampling", "ranges are checked before anything is loaded")
-    for option in ("max-tokens", "top-k", "seed"):
-        sampling.add_argument(f"--{option}", type=int, metavar="N")
-    for option in ("temperature", "top-p", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty"):
-        sampling.add_argument(f"--{option}", type=float, metavar="X")
+    for option, meaning in _WHOLE_NUMBERS.items():
+        sampling.add_argument(f"--{option}", type=int, metavar="N", help=meaning)
+    for option, meaning in _NUMBERS.items():
+        sampling.add_argument(f"--{option}", type=float, metavar="X", help=meaning)
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given several times")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the model's end token")
 

@@ -45,7 +45,7 @@ async def main(options: argparse.Namespace) -> int:
         tenant = rt.tenant("troupe run")
         if options.json:
             completion = await tenant.generate(options.model, **asked)
-            print(json.dumps(as_json(completion), ensure_ascii=False))
+            print(json.dumps(as_json(completion)))
         else:
             async with tenant.stream(options.model, **asked) as stream:
                 async for event in stream:

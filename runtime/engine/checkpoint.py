@@ -77,8 +77,11 @@ def check_checkpoint(load: Load, progress: Progress) -> CheckedCheckpoint:
     """
     checkpoint_config.check_mlx_lm_version()
     directory = resolve(load, progress)
+    checkpoint_config.check_files(directory)
     config = checkpoint_config.read_config(directory, trust_remote_code=load.trust_remote_code)
-    return CheckedCheckpoint(directory, config, tuple(check_weights(directory)))
+    shards = tuple(check_weights(directory))
+    checkpoint_config.check_size(directory, config, sum(len(shard.spans) for shard in shards))
+    return CheckedCheckpoint(directory, config, shards)
 
 
 def read_checkpoint(checked: CheckedCheckpoint, load: Load, progress: Progress) -> Checkpoint:

@@ -34,6 +34,8 @@ _CONTEXT_KEYS = (
     "model_max_length",
 )
 
+_LAYER_KEYS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+
 LIST_COMMAND = 'python -c "import pkgutil, mlx_lm.models as m; print(*[x.name for x in pkgutil.iter_modules(m.__path__)])"'
 
 
@@ -47,6 +49,35 @@ def check_mlx_lm_version() -> None:
         raise LoadError(
             "error", f"mlx-lm {installed} is installed but this release works with {wanted}: pip install 'mlx-lm{wanted}'"
         )
+
+
+def check_files(directory: Path) -> None:
+    """Opening a pipe or a device that lies there in a file's place could wait for ever.
+
+    :raises LoadError: "malformed_config", naming it.
+    """
+    try:
+        for entry in sorted(directory.iterdir()):
+            if entry.exists() and not (entry.is_file() or entry.is_dir()):
+                raise LoadError("malformed_config", f"{entry.name} in {directory} is no file but a pipe, socket or device")
+    except OSError as error:
+        raise LoadError("not_found", f"cannot read {directory}: {error.strerror or error}") from error
+
+
+def check_size(directory: Path, config: dict[str, Any], num_tensors: int) -> None:
+    """Building a model of millions of layers takes memory and minutes before it can be seen that its weights are not there.
+
+    :raises LoadError: "missing_weights": there are more layers than tensors.
+    """
+    text_config = config.get("text_config")
+    for source in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in _LAYER_KEYS:
+            value = source.get(key)
+            if isinstance(value, int) and value > num_tensors:
+                raise LoadError(
+                    "missing_weights",
+                    f"config.json in {directory} says that {key!r} is {value}, but all weight files hold {num_tensors} tensors",
+                )
 
 
 def read_config(directory: Path, *, trust_remote_code: bool) -> dict[str, Any]:

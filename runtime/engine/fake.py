@@ -83,7 +83,7 @@ class FakeEngine:
             raise RowError("context_length_exceeded", f"{length} tokens do not fit in a context of {self._context_length}")
         if context and not 0 <= min(context) <= max(context) < VOCABULARY_SIZE:
             raise RowError(
-                "invalid_request", f"token ids must be below the vocabulary's size {VOCABULARY_SIZE}; got {max(context)}"
+                "invalid_request", f"prompt: token id {max(context)} is outside the vocabulary; allowed: 0 to {VOCABULARY_SIZE - 1}"
             )
         _check_sampling(sampling)
         self._num_added += 1
@@ -232,7 +232,7 @@ def _check_sampling(sampling: Sampling) -> None:
     checks = (
         ("temperature", sampling.temperature, 0 <= sampling.temperature < math.inf, "at least 0"),
         ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0, at most 1"),
-        ("top_k", sampling.top_k, 0 <= sampling.top_k < VOCABULARY_SIZE, f"0 to {VOCABULARY_SIZE - 1}"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "at least 0"),
         ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "0 to 1"),
         ("repetition_penalty", sampling.repetition_penalty, 0 < sampling.repetition_penalty < math.inf, "above 0"),
         ("presence_penalty", sampling.presence_penalty, math.isfinite(sampling.presence_penalty), "finite"),

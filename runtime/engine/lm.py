@@ -18,6 +18,12 @@ OPEN_FILES_NEEDED = 4096
 """What importing mlx-lm sets the hard limit of open files to; it fails when the limit is lower already."""
 
 
+KERNEL_HINT = (
+    " (on a CPU, MLX compiles kernels in the directory for temporary files: that needs a C++ compiler, and a TMPDIR that is not "
+    "full and from which libraries may be loaded; 'troupe doctor' tells more)"
+)
+
+
 def load(load: Load, progress: Progress) -> Loaded:
     """Must run on the thread that will step. Progress stages: those of the checkpoint, "tokenizer", "selftest".
 
@@ -44,9 +50,9 @@ def load(load: Load, progress: Progress) -> Loaded:
         kinds = kinds_of(checkpoint.model)
         proof = prove(checkpoint.model, kinds, vocabulary_size(checkpoint.config, tokenizer.vocabulary_size), costs)
     except Exception as error:
-        raise LoadError(
-            "error", f"the model in {checkpoint.directory} loads but cannot run a few tokens: {type(error).__name__}: {error}"
-        ) from error
+        hint = KERNEL_HINT if any(word in str(error) for word in ("Failed to compile", "filesystem error")) else ""
+        what = f"{type(error).__name__}: {error}"
+        raise LoadError("error", f"the model in {checkpoint.directory} loads but cannot run a few tokens: {what}{hint}") from error
     progress("selftest", 1, 1)
     num_ids = min(vocabulary_size(checkpoint.config, tokenizer.vocabulary_size), proof.logits_width)
     engine = LmEngine(

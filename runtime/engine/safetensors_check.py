@@ -97,7 +97,16 @@ def _spans(path: Path, header: bytes) -> tuple[tuple[str, int, int], ...]:
             continue
         begin, end = _offsets(path, name, entry)
         spans.append((name, first_byte + begin, first_byte + end))
-    return tuple(sorted(spans, key=lambda span: (span[1], span[2], span[0])))
+    spans.sort(key=lambda span: (span[1], span[2], span[0]))
+    expected = first_byte
+    for name, begin, end in spans:
+        if begin != expected:
+            what = (
+                "overlaps the tensor before it" if begin < expected else f"begins {begin - expected} bytes after the one before it"
+            )
+            raise _corrupt(path, f"tensor {name!r} {what}, by the header's offsets")
+        expected = end
+    return tuple(spans)
 
 
 def _offsets(path: Path, name: str, entry: Any) -> tuple[int, int]:

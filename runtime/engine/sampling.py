@@ -28,6 +28,9 @@ __all__ = ["Drawn", "Recipe", "RowSampler", "draw"]
 _MIN_TEMPERATURE = 1e-6
 """Lower ones draw as this one does, which already is the argmax unless two logits agree to seven digits."""
 
+_MIN_REPETITION_PENALTY = 1e-6
+"""Lower ones would divide by a 32-bit zero or overflow, and infinite logits have no log-probabilities."""
+
 _serials = itertools.count()
 
 
@@ -161,9 +164,10 @@ class _Group:
         self.top_k = _column([option.top_k if 0 < option.top_k < width else width for option in options], mx.int32)
         self.top_p = _column([option.top_p for option in options])
         self.log_min_p = _column([math.log(option.min_p) if option.min_p else -math.inf for option in options])
-        self.penalties = tuple(
-            _column([getattr(option, name) for option in options])
-            for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        self.penalties = (
+            _column([max(option.repetition_penalty, _MIN_REPETITION_PENALTY) for option in options]),
+            _column([option.presence_penalty for option in options]),
+            _column([option.frequency_penalty for option in options]),
         )
         self.seeds = [option.seed for option in options]
         self.bias = _stack([member._bias for member in members]) if recipe.biased else None

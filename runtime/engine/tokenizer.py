@@ -30,6 +30,10 @@ _TOKENIZER_FILES = (
 )
 
 
+MAX_TOKEN_IDS = 1 << 32
+"""Ids travel as 32-bit numbers."""
+
+
 class HfTokenizer:
     """`Tokenizer` on a Hugging Face tokenizer.
 
@@ -106,7 +110,7 @@ def _configured_eos_ids(directory: Path) -> frozenset[int]:
             continue
         value = read_json_object(directory / name).get("eos_token_id")
         for id_ in value if isinstance(value, list) else [value]:
-            if isinstance(id_, int) and not isinstance(id_, bool) and id_ >= 0:
+            if isinstance(id_, int) and not isinstance(id_, bool) and 0 <= id_ < MAX_TOKEN_IDS:
                 ids.add(id_)
             elif id_ is not None:
                 raise LoadError(

@@ -42,6 +42,8 @@ EVENT_SEND_MARK: Final = 1_024
 EVENT_RECEIVE_MARK: Final = 100_000
 MAX_EVENTS_PER_RECEIVE: Final = 256
 RECONNECT_MILLISECONDS: Final = 10
+DESCRIPTORS_NEEDED: Final = 24
+"""Of one host channel with its worker connected, generously."""
 SENDER_LINGER_MILLISECONDS: Final = 1_000
 
 
@@ -64,6 +66,21 @@ def socket_path(directory: Path, key: str, suffix: str) -> Path:
     if len(address) > MAX_SOCKET_PATH_BYTES:
         raise ValueError(f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; use a directory with a shorter name")
     return path
+
+
+def require_descriptors(number: int) -> None:
+    """libzmq ends the whole process when it finds no descriptor for itself, so see beforehand that there are some.
+
+    :raises OSError: this process (or the system) has fewer left.
+    """
+    taken: list[int] = []
+    try:
+        taken += os.pipe()
+        while len(taken) < number:
+            taken.append(os.dup(taken[0]))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def _open_pull(context: zmq.Context[zmq.Socket[bytes]], path: Path, receive_mark: int) -> zmq.Socket[bytes]:
@@ -101,9 +118,11 @@ class HostChannel:
     """The host's side, for one incarnation. On the event loop's thread only; asyncio and trio alike.
 
     :raises ValueError: see `socket_path`. :raises zmq.ZMQError: the socket cannot be made (for instance no such directory).
+    :raises OSError: too few descriptors are left.
     """
 
     def __init__(self, directory: Path, key: str) -> None:
+        require_descriptors(DESCRIPTORS_NEEDED)
         self._paths = (socket_path(directory, key, "c"), socket_path(directory, key, "e"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed = False

@@ -14,6 +14,8 @@ from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
 PROTOCOL_VERSION = 2
+PREPARE_SECONDS = 20.0
+"""A worker refuses a prompt whose rendering and tokenizing takes longer."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(msgspec.field,))  # tells type checkers that subclasses are frozen too

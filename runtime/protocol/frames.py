@@ -86,6 +86,7 @@ def _take_buffer(reference: Ext) -> TokenIds:
 
 _command_decoder: Final = msgspec.msgpack.Decoder(AnyCommand, dec_hook=_decode_hook)
 _event_decoder: Final = msgspec.msgpack.Decoder(AnyEvent, dec_hook=_decode_hook)
+_EVENTS: Final = frozenset(get_args(AnyEvent))
 _COMMAND_TAGS: Final = frozenset(each.__struct_config__.tag for each in get_args(AnyCommand))
 _EVENT_TAGS: Final = frozenset(each.__struct_config__.tag for each in get_args(AnyEvent))
 
@@ -93,9 +94,32 @@ _EVENT_TAGS: Final = frozenset(each.__struct_config__.tag for each in get_args(A
 def encode(message: AnyCommand | AnyEvent) -> list[bytes]:
     """The frames of `message`. Any thread may call this.
 
+    Half a surrogate pair, which is no UTF-8, is written as its escape in an event: it comes out of checkpoints and file names, and
+    whoever waits for the event needs its words more than that character. In a command it is an error.
+
     :raises FrameError: "oversized", a size or count above the limits of this module; "malformed", a value that
         MessagePack cannot hold (a string with lone surrogates, an integer beyond 64 bits).
     """
+    try:
+        return _encode(message)
+    except UnicodeError as error:
+        if type(message) in _EVENTS:
+            return _encode(_escaped(message))
+        raise FrameError("malformed", f"{type(message).__name__} cannot be encoded: {error}") from error
+
+
+def _escaped(value: Any) -> Any:
+    """The value with every half surrogate in its texts written out."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, tuple):
+        return tuple(map(_escaped, value))
+    if isinstance(value, msgspec.Struct):
+        return type(value)(*(_escaped(getattr(value, name)) for name in value.__struct_fields__))
+    return value
+
+
+def _encode(message: AnyCommand | AnyEvent) -> list[bytes]:
     frames: list[bytes] = [b""]
 
     def encode_hook(value: object) -> object:
@@ -108,7 +132,7 @@ def encode(message: AnyCommand | AnyEvent) -> list[bytes]:
 
     try:
         frames[0] = msgspec.msgpack.encode(message, enc_hook=encode_hook)
-    except (UnicodeError, OverflowError) as error:
+    except OverflowError as error:
         raise FrameError("malformed", f"{type(message).__name__} cannot be encoded: {error}") from error
     _check_sizes(frames)
     return frames

@@ -16,10 +16,11 @@ import anyio
 from anyio.abc import TaskStatus
 
 from runtime.config import Settings
-from runtime.errors import TroupeError
+from runtime.errors import RuntimeClosed, TroupeError
 from runtime.protocol.ids import RequestId
+from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.ports import WorkerPort
-from runtime.scheduler.request import Outcome, Request
+from runtime.scheduler.request import Outcome, Request, Timings
 from runtime.scheduler.state import SchedulerState
 from runtime.scheduler.stats import SchedulerStats, snapshot
 from runtime.scheduler.stimuli import Accept, Breach, Deliver, End, Instruction, Reject, Send, Stimulus, Submit, Tick, WakeAt
@@ -43,6 +44,7 @@ class Scheduler:
         self._rejections: dict[RequestId, TroupeError] = {}
         self._stimuli: deque[Stimulus] = deque()
         self._is_handling = False
+        self._defect: Exception | None = None
         self._wake_at = inf
         self._wake_changed: anyio.Event | None = None
 
@@ -54,7 +56,10 @@ class Scheduler:
 
         :raises AdmissionError: the tenant's or the model's queue is full.
         :raises ModelError: no such model, or it will not come back.
+        :raises RuntimeClosed: a defect has ended this scheduler.
         """
+        if self._defect is not None:
+            raise RuntimeClosed from self._defect
         assert not self._is_handling, "submit comes from clients, never from a port"
         assert request.id not in self._streams, f"request id {request.id} is taken; ids come from new_request_id"
         stream = self._streams[request.id] = TokenStream(request, self.offer, self._window_tokens)
@@ -65,7 +70,13 @@ class Scheduler:
         return stream
 
     def offer(self, stimulus: Stimulus) -> None:
-        """Handle it and carry the instructions out before returning; one that comes meanwhile (from a port) is handled after it."""
+        """Handle it and carry the instructions out before returning; one that comes meanwhile (from a port) is handled after it.
+
+        An exception is a defect of ours. Nobody may wait on tables that are half changed, so it ends every stream with
+        `RuntimeClosed`, comes out of this one call, and nothing is handled any more.
+        """
+        if self._defect is not None:
+            return
         self._stimuli.append(stimulus)
         if self._is_handling:
             return
@@ -74,8 +85,23 @@ class Scheduler:
             while self._stimuli:
                 for instruction in self.state.handle(self._stimuli.popleft(), self._clock()):
                     self._carry_out(instruction)
+        except Exception as error:
+            self._give_up(error)
+            raise
         finally:
             self._is_handling = False
+
+    def _give_up(self, defect: Exception) -> None:
+        self._defect = defect
+        self._stimuli.clear()
+        streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            closed = RuntimeClosed()
+            closed.__cause__ = defect
+            stream.end(Outcome("failed", TokenIds(), Timings(None, None, None, 0.0), "", error=closed))
+        for stream in streams:
+            assert stream.outcome is not None
+            self.on_end(stream.request, stream.outcome)
 
     async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Offer a Tick whenever one is due. Ends only by being cancelled."""

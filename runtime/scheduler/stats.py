@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runtime.protocol.ids import ModelName, TenantId
 from runtime.scheduler.admission import num_unstarted
 from runtime.scheduler.book import Book, Model
 from runtime.scheduler.request import RequestState, SequenceState
@@ -36,10 +35,10 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """`finished`, `cancelled`, `failed` and `rejected` count requests since the start."""
+    """By the names that the app gave; `finished`, `cancelled`, `failed` and `rejected` count requests since the start."""
 
-    models: Mapping[ModelName, ModelStats]
-    tenants: Mapping[TenantId, TenantStats]
+    models: Mapping[str, ModelStats]
+    tenants: Mapping[str, TenantStats]
     finished: int
     cancelled: int
     failed: int
@@ -47,7 +46,8 @@ class SchedulerStats:
 
 
 def snapshot(book: Book) -> SchedulerStats:
-    tenants = {
+    models: dict[str, ModelStats] = {name: _model_stats(book, model) for name, model in book.models.items()}
+    tenants: dict[str, TenantStats] = {
         tenant.id: TenantStats(
             queued=sum(num_unstarted(flow) for flow in tenant.flows.values()),
             running=tenant.num_running,
@@ -56,7 +56,7 @@ def snapshot(book: Book) -> SchedulerStats:
         for tenant in book.tenants.values()
     }
     return SchedulerStats(
-        models={name: _model_stats(book, model) for name, model in book.models.items()},
+        models=models,
         tenants=tenants,
         finished=book.num_ended[RequestState.FINISHED],
         cancelled=book.num_ended[RequestState.CANCELLED],

@@ -9,7 +9,6 @@ request after its release.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,20 +18,16 @@ from typing import Final
 
 from runtime.engine.engine import Tokenizer
 from runtime.protocol.channel import ChannelClosed, EventSender
-from runtime.protocol.commands import Prompt
+from runtime.protocol.commands import PREPARE_SECONDS, Prompt
 from runtime.protocol.events import AnyEvent, Prepared, RefusalCode, Refused, Released
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import RequestId
 from runtime.protocol.tokens import TokenIds
+from runtime.worker.foreign import Abandoned, interrupt
 from runtime.worker.prompts import PromptError, prompt_ids
 
-DEADLINE_SECONDS: Final = 20.0
 MAX_STUCK_THREADS: Final = 3
 MAX_PREPARING: Final = 8192
-
-
-class _Abandoned(SystemExit):
-    """Sent into a stuck text thread to end it quietly; no template's `except Exception` stops it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +52,7 @@ class TextDesk:
         tokenizer: Tokenizer,
         sender: EventSender,
         *,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        deadline_seconds: float = PREPARE_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +115,7 @@ class TextDesk:
                     del self._jobs[current.job.request]
                     what = f"rendering and tokenizing took longer than {self._deadline_seconds:g} s"
                     self._refuse(current.job.request, "template_error", what)
-                _interrupt(current.thread)
+                interrupt(current.thread)
             if self._current is None and len(self._stuck) < MAX_STUCK_THREADS:
                 self._start_thread()
             elif self._current is None:
@@ -152,7 +147,7 @@ class TextDesk:
                     if self._jobs.get(job.request) is job:
                         del self._jobs[job.request]
                         self._say(job.request, event)
-        except (_Abandoned, ChannelClosed):
+        except (Abandoned, ChannelClosed):
             return
 
     def _prepare(self, job: _Job) -> AnyEvent:
@@ -161,7 +156,9 @@ class TextDesk:
             return Prepared(job.request, TokenIds(ids), warnings)
         except PromptError as error:
             return _refusal(job.request, error.code, str(error))
-        except Exception as error:  # a checkpoint's tokenizer is foreign code; its fault is this request's alone
+        except Abandoned:
+            raise
+        except BaseException as error:  # a checkpoint's tokenizer is foreign code, and a panic in Rust is no Exception
             return _refusal(job.request, "invalid_request", f"the prompt cannot be tokenized: {error!r}")
 
     def _say(self, request: RequestId, event: AnyEvent) -> None:
@@ -176,9 +173,3 @@ class TextDesk:
 
 def _refusal(request: RequestId, code: RefusalCode, message: str) -> Refused:
     return Refused("prepare", code, message, requests=(request,))
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    """Raise `_Abandoned` in a thread at its next Python instruction; one that is inside C code goes on until it leaves it."""
-    if thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))

@@ -20,6 +20,7 @@ from runtime.protocol.events import Failed, Hello, LoadFailure, Loading, Ready, 
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.worker.desk import TextDesk
+from runtime.worker.foreign import bounded
 from runtime.worker.heartbeat import HeartbeatThread
 from runtime.worker.log import logger
 from runtime.worker.loop import Loop
@@ -28,6 +29,8 @@ from runtime.worker.status import Status
 
 LOAD_COMMAND_SECONDS: Final = 120.0
 PROGRESS_SECONDS: Final = 0.1
+PROBE_SECONDS: Final = 5.0
+"""For rendering six tiny conversations with the checkpoint's template."""
 FAILED_EXIT_CODE: Final = 1
 
 
@@ -62,7 +65,10 @@ def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, l
     loaded = loader(load, _Progress(channel))
     restrictions: tuple[str, ...] = ()
     if loaded.tokenizer.has_chat_template:
-        restrictions = chat_restrictions(partial(_renders, loaded.tokenizer))
+        try:
+            restrictions = bounded(lambda: chat_restrictions(partial(_renders, loaded.tokenizer)), PROBE_SECONDS)
+        except TimeoutError:  # plain prompts work all the same
+            restrictions = ("unusable",)
     desk = TextDesk(loaded.tokenizer, channel.sender())
     heartbeat.on_beat = desk.watch
     try:

@@ -19,6 +19,10 @@ FILLER: Final = {"role": "user", "content": "Please continue."}
 """Appended, with a warning, to messages without any user message when the template refuses them as they are."""
 
 
+MAX_RENDERED_CHARACTERS: Final = 32 << 20
+"""Several times what a client may send; tokenizing hundreds of megabytes would hold up everybody for minutes."""
+
+
 class PromptError(Exception):
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -45,6 +49,8 @@ def render_chat(tokenizer: Tokenizer, prompt: ChatPrompt) -> Rendered:
         options["tools"] = _parse_list("tools", prompt.tools_json)
     if tokenizer.has_chat_template:
         text, warnings = _render_by_template(tokenizer, messages, options)
+        if len(text) > MAX_RENDERED_CHARACTERS:
+            raise PromptError("template_error", f"the chat template makes {len(text)} characters of these messages")
     else:
         text = fallback.render(messages, tokenizer.special_token_text)
         warnings = [f"this model has no chat template; {option} is not shown to it" for option in options]

@@ -148,6 +148,6 @@ class Row:
             return "", None
         try:
             text = self._detokenizer.push(token)
-        except Exception as error:  # a checkpoint's tokenizer is foreign code; its fault is this row's alone
+        except BaseException as error:  # a checkpoint's tokenizer is foreign code, and a panic in Rust is no Exception
             raise RowError("generation_failed", f"token {token} has no text: {error!r}") from error
         return self._matcher.push(text)

@@ -335,6 +335,7 @@ def with_header(data: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
 
 
 NORM = "model.norm.weight"
+NORM_BEFORE = "model.layers.1.input_layernorm.weight"
 CORRUPTIONS: dict[str, Callable[[bytes], bytes]] = {
     "random bytes": lambda data: bytes(range(256)) * 20,
     "zeros": lambda data: bytes(len(data)),
@@ -347,6 +348,10 @@ CORRUPTIONS: dict[str, Callable[[bytes], bytes]] = {
     "offsets beyond the end": lambda data: with_header(data, lambda h: h[NORM].update(data_offsets=[0, 1 << 40])),
     "offsets reversed": lambda data: with_header(data, lambda h: h[NORM].update(data_offsets=[256, 0])),
     "offsets negative": lambda data: with_header(data, lambda h: h[NORM].update(data_offsets=[-256, 0])),
+    "two tensors in one place": lambda data: with_header(
+        data, lambda h: h[NORM].update(data_offsets=h[NORM_BEFORE]["data_offsets"])
+    ),
+    "bytes between tensors": lambda data: with_header(data, lambda h: h.pop(NORM)),
     "offsets no numbers": lambda data: with_header(data, lambda h: h[NORM].update(data_offsets="ab")),
     "shape and offsets disagree": lambda data: with_header(data, lambda h: h[NORM].update(shape=[65])),
     "shape no list": lambda data: with_header(data, lambda h: h[NORM].update(shape=None)),
@@ -372,6 +377,20 @@ def test_a_directory_in_place_of_a_weight_file_is_corrupt(copy: Callable[..., Pa
     (directory / "model.safetensors").unlink()
     (directory / "model.safetensors").mkdir()
     refused(directory, "corrupt_weights", "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(copy: Callable[..., Path], name: str) -> None:
+    directory = copy()
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    refused(directory, "malformed_config", name, "pipe")
+
+
+def test_a_config_of_more_layers_than_there_are_tensors_is_refused_before_the_model_is_built(copy: Callable[..., Path]) -> None:
+    directory = copy()
+    change_config(directory, num_hidden_layers=10_000_000)
+    refused(directory, "missing_weights", "num_hidden_layers", "10000000")
 
 
 def split(directory: Path) -> list[Path]:

@@ -332,6 +332,13 @@ def test_logprobs_are_of_the_penalised_distribution_before_temperature_with_the_
     assert [value for _, value in report.top] == pytest.approx(expected[[3, 1, 2]], abs=1e-5)
 
 
+def test_the_smallest_allowed_penalty_leaves_logits_and_log_probabilities_finite() -> None:
+    one = sampler(4, prompt=[0, 1], repetition_penalty=5e-324, logprobs=3, temperature=1.0)
+    (report,) = draw(mx.array([[30.0, -30.0, 1.0, 0.0]]), [one], [8]).logprobs()[0]
+    assert report.token == 0
+    assert all(math.isfinite(value) for value in (report.logprob, *(value for _, value in report.top)))
+
+
 def test_only_rows_that_asked_get_logprobs() -> None:
     logits = np.random.default_rng(0).normal(size=(3, 30)).astype(np.float32)
     drawn = draw(mx.array(logits), [sampler(30), sampler(30, logprobs=0), sampler(30, logprobs=30 - 10)], [0, 0, 0])

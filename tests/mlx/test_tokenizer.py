@@ -316,7 +316,7 @@ def test_the_end_tokens_are_all_that_any_file_names(copy: Path, config: Any, gen
     assert load(copy).eos_ids == expected
 
 
-@pytest.mark.parametrize("bad", ["</s>", [1, "x"], -1, True, {"a": 1}, 1.5])
+@pytest.mark.parametrize("bad", ["</s>", [1, "x"], -1, 2**32, 2**70, True, {"a": 1}, 1.5])
 def test_an_end_token_that_is_no_id_is_a_malformed_config(copy: Path, bad: object) -> None:
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
     with pytest.raises(LoadError, match=r"generation_config\.json.*eos_token_id") as caught:

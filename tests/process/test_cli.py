@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from runtime import store
-from runtime.cli.bars import Lines
+from runtime.cli.bars import Bars, Lines
 from runtime.cli.demo import Talk, demo_models, stream_view
 from runtime.config import Settings
 from tests.support.tiny import TinyShelf
@@ -23,14 +23,16 @@ from tests.support.tiny import TinyShelf
 SECONDS = 60.0
 
 
-def troupe(*arguments: str, home: Path | None = None, code: int = 0, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MLX_DISABLE_COMPILE": "1"}
+def troupe(
+    *arguments: str, home: Path | None = None, code: int = 0, input: str | None = None, encoding: str = "utf-8"
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MLX_DISABLE_COMPILE": "1", "PYTHONIOENCODING": encoding}
     if home is not None:
         environment["TROUPE_HOME"] = str(home)
     result = subprocess.run(
         [sys.executable, "-m", "runtime.cli", *arguments],
         capture_output=True,
-        text=True,
+        encoding=encoding,
         env=environment,
         timeout=SECONDS,
         input=input,
@@ -135,6 +137,15 @@ def test_streamed_text_is_the_text_of_the_json(tiny_checkpoint: Path) -> None:
     assert troupe(*asked, input="Hello").stdout.rstrip("\n") == text.rstrip("\n")
 
 
+def test_a_locale_without_a_character_shows_a_question_mark_and_json_keeps_it(tiny_checkpoint: Path) -> None:
+    asked = ("run", str(tiny_checkpoint), "-", "--raw", "--max-tokens", "24", "--temperature", "1", "--seed", "3")
+    in_unicode = json.loads(troupe(*asked, "--json", input="Hello").stdout)["text"]
+    assert not in_unicode.isascii()
+    assert json.loads(troupe(*asked, "--json", input="Hello", encoding="ascii").stdout)["text"] == in_unicode
+    said = troupe(*asked, input="Hello", encoding="ascii").stdout
+    assert said.rstrip("\n") == in_unicode.encode("ascii", "replace").decode().rstrip("\n")
+
+
 def test_a_stop_text_ends_the_answer_before_it(tiny_checkpoint: Path) -> None:
     asked = ("run", str(tiny_checkpoint), "Hello", "--raw", "--max-tokens", "24", "--temperature", "1", "--seed", "3", "--json")
     text = json.loads(troupe(*asked).stdout)["text"]
@@ -181,6 +192,25 @@ def test_plain_progress_says_each_stage_and_each_quarter_once() -> None:
     assert lines.update("tiny", "waiting", 0, 0) == []
     assert [lines.update("tiny", "imports", done, 1) for done in (0, 1)] == [["tiny: imports"], []]
     assert lines.update("tiny", "convert", 2, 4) == ["tiny: convert 2 of 4"]
+
+
+def test_on_a_terminal_each_model_has_one_bar_of_its_stage_now() -> None:
+    def shown(*said: tuple[str, str, int, int]) -> list[str]:
+        frame = Console(width=80, file=io.StringIO())
+        with Bars(Console(file=io.StringIO(), force_terminal=True)) as bars:
+            for subject, stage, done, total in said:
+                bars.update(subject, stage, done, total)
+            assert bars._progress is not None
+            frame.print(bars._progress.get_renderable())
+        lines = cast(io.StringIO, frame.file).getvalue().splitlines()
+        return [" ".join(word for word in line.split()[:-1] if "━" not in word) for line in lines]
+
+    imports = [("mouse", "imports", 0, 1), ("mole", "imports", 0, 1)]
+    assert shown(*imports) == ["mouse: imports", "mole: imports"]  # no percentage: nobody knows how far it is
+    weights = [("mouse", "weights", 25, 100), ("mole", "weights", 100, 100)]
+    assert shown(*imports, *weights) == ["mouse: weights 25%", "mole: weights 100%"]
+    checks = [("mouse", "selftest", 0, 1), ("mole", "selftest", 1, 1)]
+    assert shown(*imports, *weights, *checks) == ["mouse: selftest", "mole: selftest 100%"]
 
 
 @pytest.mark.parametrize("letter", ["a", "東"])

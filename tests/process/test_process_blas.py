@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ print("mapped", *sorted(libraries))
 def computes_with(choice: BlasChoice) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", _CHILD],
-        env=worker_environment(os.environ, choice.changes),
+        env=worker_environment(os.environ, choice.changes, Path(tempfile.gettempdir())),
         capture_output=True,
         text=True,
         check=True,

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -20,6 +21,7 @@ from runtime.actors.rundir import RunDirectory
 from runtime.errors import RunDirectoryError
 from runtime.protocol.channel import MAX_KEY_BYTES, HostChannel
 from tests.support import census
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
 GONE_SECONDS = 2.0
@@ -44,7 +46,7 @@ async def test_the_directory_is_private_empty_and_gone_after_close_with_its_jani
         assert directory.path.parent == short
         assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
         assert names_in(directory.path) == []
-        assert len(janitors()) == 1
+        await until(lambda: len(janitors()) == 1)  # a process that has just become the shell shows no command line for a moment
         (directory.path / "lib").mkdir()
         (directory.path / "lib" / "link").symlink_to("/etc")
         (directory.path / "socket").touch()
@@ -75,7 +77,7 @@ async def test_a_too_long_missing_or_refusing_base_is_passed_over(short: Path, m
     bases = [str(long), str(short / "missing"), str(refusing), str(good)]
     async with await RunDirectory.make(bases) as directory:
         assert directory.path.parent == good
-        assert len(janitors()) == 1
+        await until(lambda: len(janitors()) == 1)
 
 
 async def test_when_nothing_fits_the_error_names_all_that_was_tried(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,21 @@ async def test_a_file_system_without_sockets_is_passed_over(short: Path, monkeyp
     with pytest.raises(RunDirectoryError, match="no socket"):
         await RunDirectory.make([str(short)])
     assert names_in(short) == []
+
+
+async def test_no_descriptor_left_is_an_error_of_ours_that_says_so(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for name, played in (
+        ("subprocess", SimpleNamespace(Popen=refuse, PIPE=-1, DEVNULL=-3)),
+        ("socket", SimpleNamespace(socket=refuse, AF_UNIX=1)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(rundir, name, played)
+            with pytest.raises(RunDirectoryError, match="Too many open files"):
+                await RunDirectory.make([str(short)])
+        assert names_in(short) == []
 
 
 async def test_a_directory_that_already_stands_there_is_never_removed(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,13 +175,17 @@ def host(base: Path, backend: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def everything_is_gone_soon(base: Path) -> bool:
+def is_soon(condition: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + GONE_SECONDS
-    while names_in(base) or census.processes():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
+
+
+def everything_is_gone_soon(base: Path) -> bool:
+    return is_soon(lambda: not names_in(base) and not census.processes())
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -174,7 +195,7 @@ def test_when_the_host_is_killed_its_directory_its_janitor_and_its_children_go(s
         path = Path(process.stdout.readline().strip())
         assert path.parent == short
         assert names_in(path) == ["w1.1.e"]
-        assert len(census.processes()) == 1 + 1 + 3  # the host, its janitor, its children
+        assert is_soon(lambda: len(census.processes()) == 1 + 1 + 3)  # the host, its janitor, its children
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert everything_is_gone_soon(short)

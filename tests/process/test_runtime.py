@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -123,6 +124,22 @@ async def test_streams_open_at_the_end_end_with_a_typed_error_and_their_text() -
     (error,) = ended
     assert expected_text(text_tokens("hi"), max_tokens=1000).startswith(error.partial_text)
     assert error.partial_text
+
+
+async def test_what_is_no_spec_is_refused_by_name_and_changes_nothing() -> None:
+    wrong: Any = {"weight": 2.0}
+    with pytest.raises(runtime.InvalidRequest, match="allowed: a Settings"):
+        runtime.Runtime(wrong)
+    async with runtime.Runtime() as rt:
+        await rt.load(fake_model("chat"))
+        with pytest.raises(runtime.InvalidRequest, match="allowed: a TenantSpec"):
+            rt.tenant("a", wrong)
+        with pytest.raises(runtime.InvalidRequest, match="allowed: a ModelSpec"):
+            await rt.load(wrong)
+        for seconds in (wrong, -1, True, float("nan")):
+            with pytest.raises(runtime.InvalidRequest, match="drain_seconds"):
+                await rt.unload("chat", drain_seconds=seconds)
+        assert (await rt.tenant("a").generate("chat", prompt="hi", max_tokens=3)).token_ids
 
 
 async def test_a_closed_runtime_refuses_everything() -> None:
@@ -257,7 +274,7 @@ async def test_draining_lets_running_requests_end_and_refuses_new_ones() -> None
         tenant = rt.tenant("a")
         async with anyio.create_task_group() as group:
             group.start_soon(ask)
-            await until(lambda: rt.stats().scheduler.models["chat"].running)  # type: ignore[index]
+            await until(lambda: rt.stats().scheduler.models["chat"].running)
             group.start_soon(lambda: rt.unload("chat", drain_seconds=60))
             await anyio.wait_all_tasks_blocked()
             with pytest.raises(runtime.ModelNotLoaded, match="being unloaded"):

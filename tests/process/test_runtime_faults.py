@@ -48,7 +48,7 @@ async def test_a_killed_worker_is_told_to_all_its_callers_at_once_and_comes_back
             group.start_soon(stay)
             for number in range(6):
                 group.start_soon(lose, tenant, f"{number}")
-            await until(lambda: rt.stats().scheduler.tenants["a"].tokens_served > 20)  # type: ignore[index]
+            await until(lambda: rt.stats().scheduler.tenants["a"].tokens_served > 20)
             pid = rt.models()[0].pid
             killed_at = time.monotonic()
             kill(rt, "dying")
@@ -93,7 +93,7 @@ async def test_a_crowd_whose_worker_is_killed_again_and_again_gets_right_tokens_
                 group.start_soon(ask, number)
             for incarnation in (1, 2, 3):
                 await until(lambda incarnation=incarnation: model(rt, "chat").incarnation == incarnation)
-                await until(lambda: rt.stats().scheduler.models["chat"].running >= 8)  # type: ignore[index]
+                await until(lambda: rt.stats().scheduler.models["chat"].running >= 8)
                 kill(rt, "chat")
         assert outcomes.count("answer") == 24
         assert outcomes.count("crashed") >= 3 * 8

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import runtime
-from runtime.options import validate
+from runtime.options import RANGES, validate
 from runtime.scheduler.request import sequence_seed
 from runtime.testing import chat_tokens, expected_text, expected_tokens, fake_model, text_tokens
 from tests.property.workload import make_workload, run_together
@@ -37,7 +37,7 @@ async def assert_at_rest(rt: runtime.Runtime) -> None:
     assert (report.running, report.parked, report.prefilling, report.preparing) == ((), (), (), ())
     await until(lambda: not rt._scheduler.state.book.requests)
     rt._scheduler.state.validate()
-    stats = rt.stats().scheduler.models["chat"]  # type: ignore[index]
+    stats = rt.stats().scheduler.models["chat"]
     assert (stats.queued, stats.preparing, stats.prefilling, stats.running, stats.used_slots) == (0, 0, 0, 0, 0)
 
 
@@ -57,6 +57,14 @@ async def test_every_kind_of_prompt_is_answered() -> None:
         assert by_text.fingerprint == rt.models()[0].fingerprint
 
 
+async def test_what_the_host_allows_is_not_refused_by_the_worker() -> None:
+    async with chat() as rt:
+        for option, allowed in RANGES.items():
+            for edge in (allowed.high,) if allowed.above else (allowed.low, allowed.high):
+                asked: Any = {"max_tokens": 2, "temperature": 1.0, option: edge}
+                await rt.tenant("a").generate("chat", prompt="hi", **asked)
+
+
 async def test_control_characters_arrive_intact() -> None:
     said = "a\x00b\x1e\x1f\x7f\u2028c\r\n\t😀"
     async with chat(reply=said) as rt:
@@ -68,7 +76,7 @@ async def test_stop_strings_end_the_text_and_are_named() -> None:
     async with chat(reply="one END two") as rt:
         answer = await rt.tenant("a").generate("chat", prompt="hi", stop=["END", "ENDING", "  "])
         assert (answer.text, answer.finish_reason, answer.matched_stop) == ("one ", "stop", "END")
-        assert "white space" in answer.warnings[0]
+        assert "spaces only" in answer.warnings[0]
 
 
 async def test_a_request_the_worker_refuses_is_a_typed_error_and_the_worker_lives_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
-from runtime.options import ALLOWED_OPTIONS, RANGES, validate
+from runtime.options import ALLOWED_OPTIONS, RANGES, GenerateOptions, PromptOptions, validate
 from runtime.prompts import MAX_PROMPT_TOKENS, MAX_TEXT_BYTES
 from runtime.protocol.commands import ChatPrompt, Prefill, PrefillRow, Prepare, TextPrompt, TokenPrompt
 from runtime.protocol.frames import encode
@@ -30,6 +31,11 @@ def test_defaults_are_greedy_and_bounded() -> None:
     assert valid.prompt == TextPrompt("hi")
     assert (valid.max_tokens, valid.sampling.temperature, valid.sampling.logprobs, valid.num_sequences) == (1024, 0.0, -1, 1)
     assert (valid.stop, valid.priority, valid.deadline_seconds, valid.warnings) == ((), "interactive", None, ())
+
+
+def test_every_option_is_explained_where_a_person_asks_for_help() -> None:
+    explained = f"{PromptOptions.__doc__} {GenerateOptions.__doc__}"
+    assert [name for name in ALLOWED_OPTIONS if re.search(rf"\b{name}\b", explained) is None] == []
 
 
 def test_an_unknown_option_is_named_with_all_the_allowed_ones() -> None:
@@ -54,6 +60,23 @@ def test_each_range_holds_its_limits_and_refuses_what_is_beyond(name: str) -> No
 @pytest.mark.parametrize("wrong", ["500", True, False, math.nan, math.inf, -math.inf, [1], {}, b"1", 10**400])
 def test_no_number_is_taken_from_text_booleans_or_the_infinite(name: str, wrong: Any) -> None:
     assert refused(**{name: wrong}).option == name
+
+
+class _Unwritable:
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    def __index__(self) -> int:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("name", ALLOWED_OPTIONS)
+@pytest.mark.parametrize("wrong", [10**5000, -(10**5000), _Unwritable(), [[10**5000]], {_Unwritable(): 10**5000}], ids=range(5))
+def test_even_what_cannot_be_written_into_a_message_is_refused_with_one(name: str, wrong: Any) -> None:
+    given = {"messages": [{"role": "user", "content": "hi"}]} if name != "messages" else {}
+    with pytest.raises(InvalidRequest) as caught:
+        validate({**given, name: wrong})
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("name", [name for name, allowed in RANGES.items() if allowed.whole])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import runtime
@@ -30,6 +34,27 @@ def test_what_type_checkers_see_is_what_there_is() -> None:
 def test_every_error_is_public() -> None:
     defined = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.TroupeError)}
     assert defined <= set(runtime.__all__)
+
+
+def test_what_an_app_is_given_has_public_types() -> None:
+    """Else a typed app could not write the signature of a function that takes a part of it."""
+    public = [value for value in map(runtime.__getattr__, runtime.__all__) if inspect.isclass(value)]
+    hidden = {
+        f"{owner.__name__}.{field}: {part.__name__}"
+        for owner in public
+        if dataclasses.is_dataclass(owner) or issubclass(owner, msgspec.Struct)
+        for field, hint in typing.get_type_hints(owner).items()
+        for part in _classes(hint)
+        if part.__module__.startswith("runtime") and part not in public
+    }
+    assert hidden <= {"ModelSpec.fake: FakeScript"}  # of `runtime.testing`
+
+
+def _classes(hint: object) -> Iterator[type]:
+    if inspect.isclass(hint):
+        yield hint
+    for part in typing.get_args(hint):
+        yield from _classes(part)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

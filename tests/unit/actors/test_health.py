@@ -71,7 +71,7 @@ def test_results_are_progress_though_the_beats_lag() -> None:
 
 @pytest.mark.parametrize("command", [prepare(1), Release((), (SequenceId(1),)), Release((RequestId(1),)), Inspect(3)])
 def test_a_command_never_answered_is_noticed_though_the_worker_beats(command: Prepare | Release | Inspect) -> None:
-    vigil = Vigil(5.0, now=0.0)
+    vigil = Vigil(5.0, now=0.0, prepare_seconds=0.0)
     vigil.asked(command, 1.0)
     for second in range(1, 7):
         vigil.heard(beat(), float(second))
@@ -80,7 +80,7 @@ def test_a_command_never_answered_is_noticed_though_the_worker_beats(command: Pr
 
 
 def test_answers_refusals_and_releases_settle_what_was_asked() -> None:
-    vigil = Vigil(5.0, now=0.0)
+    vigil = Vigil(5.0, now=0.0, prepare_seconds=0.0)
     for number in (1, 2, 3):
         vigil.asked(prepare(number), 0.0)
     vigil.asked(Release((RequestId(3),), (SequenceId(9),)), 0.0)
@@ -92,7 +92,7 @@ def test_answers_refusals_and_releases_settle_what_was_asked() -> None:
 
 
 def test_those_waiting_behind_an_answer_get_their_time_from_then() -> None:
-    vigil = Vigil(5.0, now=0.0)
+    vigil = Vigil(5.0, now=0.0, prepare_seconds=0.0)
     vigil.asked(prepare(1), 0.0)
     vigil.asked(prepare(2), 0.0)
     vigil.heard(Prepared(RequestId(1), TokenIds([1])), 4.0)
@@ -101,8 +101,20 @@ def test_those_waiting_behind_an_answer_get_their_time_from_then() -> None:
     assert vigil.verdict(9.0) is not None
 
 
+def test_a_prompt_may_take_what_its_worker_allows_it_however_short_the_silence() -> None:
+    vigil = Vigil(5.0, now=0.0, prepare_seconds=25.0)
+    vigil.asked(prepare(1), 0.0)
+    vigil.asked(prepare(2), 0.0)
+    vigil.heard(beat(), 24.0)
+    assert vigil.verdict(24.9) is None
+    vigil.heard(Refused("prepare", "template_error", "it never ends", requests=(RequestId(1),)), 25.0)
+    vigil.heard(beat(), 49.0)
+    assert vigil.verdict(49.9) is None
+    assert "'prepare' of 2" in (vigil.verdict(50.0) or "")
+
+
 def test_asking_again_does_not_extend_the_deadline() -> None:
-    vigil = Vigil(5.0, now=0.0)
+    vigil = Vigil(5.0, now=0.0, prepare_seconds=0.0)
     vigil.asked(prepare(1), 0.0)
     vigil.asked(prepare(1), 4.0)
     vigil.heard(beat(), 4.5)

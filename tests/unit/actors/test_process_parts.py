@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_the_command_names_directory_key_incarnation_and_host() -> None:
 
 def test_the_environment_is_the_users_own_with_what_workers_need() -> None:
     base = {"HF_HUB_OFFLINE": "1", "HOME": "/home/x", "OPENBLAS_CORETYPE": "Haswell", "LD_PRELOAD": "a.so"}
-    made = worker_environment(base, {"OPENBLAS_NUM_THREADS": "2", "LD_PRELOAD": None, "ABSENT": None})
+    made = worker_environment(base, {"OPENBLAS_NUM_THREADS": "2", "LD_PRELOAD": None, "ABSENT": None}, Path("/run"))
     assert made["HF_HUB_OFFLINE"] == "1"
     assert made["HOME"] == "/home/x"
     assert made["OPENBLAS_CORETYPE"] == "Haswell"
@@ -67,7 +68,7 @@ def test_a_worker_finds_this_package_and_not_one_of_that_name_in_the_working_dir
     found = subprocess.run(
         [sys.executable, "-c", "import runtime; print(runtime.__file__)"],
         cwd=tmp_path,
-        env=worker_environment(os.environ, {}),
+        env=worker_environment(os.environ, {}, tmp_path),
         capture_output=True,
         text=True,
         check=True,
@@ -76,8 +77,21 @@ def test_a_worker_finds_this_package_and_not_one_of_that_name_in_the_working_dir
 
 
 def test_an_installed_package_is_not_put_before_the_standard_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert worker_environment({"PYTHONPATH": "/mine"}, {})["PYTHONPATH"] == f"{SOURCE}{os.pathsep}/mine"
+    assert worker_environment({"PYTHONPATH": "/mine"}, {}, Path("/run"))["PYTHONPATH"] == f"{SOURCE}{os.pathsep}/mine"
     monkeypatch.setattr(process.sysconfig, "get_path", lambda name: SOURCE if name == "purelib" else "/elsewhere")
-    assert worker_environment({"PYTHONPATH": "/mine"}, {})["PYTHONPATH"] == "/mine"
-    assert "PYTHONPATH" not in worker_environment({}, {})
+    assert worker_environment({"PYTHONPATH": "/mine"}, {}, Path("/run"))["PYTHONPATH"] == "/mine"
+    assert "PYTHONPATH" not in worker_environment({}, {}, Path("/run"))
     assert sysconfig.get_path("purelib") == SOURCE
+
+
+@pytest.mark.parametrize("found", ["/tmp", "/mine", None, "/where/the/user/works"])
+def test_an_unusable_temp_directory_is_replaced_for_the_worker(found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gettempdir() -> str:
+        if found is None:
+            raise FileNotFoundError
+        return found
+
+    monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
+    made = worker_environment({"TMPDIR": "/mine"}, {}, Path("/run/ours"))
+    assert made["TMPDIR"] == (found if found in ("/tmp", "/mine") else "/run/ours")
+    assert worker_environment({}, {}, Path("/run/ours")).get("TMPDIR") == (None if found == "/tmp" else "/run/ours")

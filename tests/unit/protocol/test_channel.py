@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import tempfile
 import threading
@@ -345,3 +346,19 @@ def test_a_missing_directory_leaves_nothing_open(directory: Path) -> None:
         with pytest.raises(zmq.ZMQError):
             side(directory / "missing", KEY)
     assert len(os.listdir("/dev/fd")) == before
+
+
+@pytest.mark.parametrize("num_left", [0, 5, 15])
+def test_a_process_that_may_open_no_more_files_gets_an_error_and_lives(directory: Path, num_left: int) -> None:
+    """libzmq would end it."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = sorted(map(int, os.listdir("/dev/fd")))
+    free = [descriptor for descriptor in range(max(before) + 20) if descriptor not in before]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[num_left], limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            HostChannel(directory, KEY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert sorted(map(int, os.listdir("/dev/fd"))) == before
+    HostChannel(directory, KEY).close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from runtime.protocol import frames as wire
 from runtime.protocol.commands import Grant, Inspect, Load, Prefill, PrefillRow, Prepare, TextPrompt, TokenPrompt
-from runtime.protocol.events import Hello, Prepared, StepDone, StepRow
+from runtime.protocol.events import Failed, Hello, Prepared, StepDone, StepRow
 from runtime.protocol.frames import FrameError, decode_command, decode_event, encode
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
@@ -164,6 +164,15 @@ def test_what_would_be_refused_is_not_even_encoded() -> None:
         with pytest.raises(FrameError) as caught:
             encode(hopeless)
         assert caught.value.kind == "malformed"
+
+
+def test_half_a_surrogate_pair_costs_an_event_only_that_character() -> None:
+    for odd, plain in (
+        (Failed("not_found", "no /models/\udcff", "é\ud800"), Failed("not_found", "no /models/\\udcff", "é\\ud800")),
+        (Prepared(RequestId(1), LONG, ("\udfff",)), Prepared(RequestId(1), LONG, ("\\udfff",))),
+        (StepDone(1, (StepRow(SequenceId(1), 5, (3,), "\udc80"),)), StepDone(1, (StepRow(SequenceId(1), 5, (3,), "\\udc80"),))),
+    ):
+        assert decode_event(encode(odd)) == plain
 
 
 def test_the_largest_allowed_message_passes() -> None:

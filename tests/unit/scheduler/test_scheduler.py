@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from runtime.config import Settings
-from runtime.errors import DeadlineExceeded, ModelNotLoaded, Overloaded, WorkerCrashed
+from runtime.errors import DeadlineExceeded, ModelNotLoaded, Overloaded, RuntimeClosed, WorkerCrashed
 from runtime.protocol.commands import AnyCommand, Prefill, Prepare, Sampling, TextPrompt
 from runtime.protocol.events import AnyEvent, Prefilled, Prepared, Released, StepDone, StepRow
 from runtime.protocol.ids import Incarnation, ModelName, SequenceId, TenantId
@@ -155,6 +155,39 @@ async def test_a_worker_lost_from_within_a_send_ends_its_requests_and_not_the_sc
     port.on_send = lambda command: None
     scheduler.offer(WorkerUp(MODEL, Incarnation(2), facts()))
     assert submit(scheduler).outcome is None
+
+
+@pytest.mark.parametrize("place", ["handle", "deliver"])
+async def test_a_defect_of_the_scheduler_ends_every_stream_instead_of_leaving_its_readers_waiting(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, port = a_scheduler()
+    ended: list[Outcome] = []
+    scheduler.on_end = lambda request, outcome: ended.append(outcome)
+    streams = [submit(scheduler), submit(scheduler)]
+    hear(scheduler, Prepared(streams[0].request.id, TokenIds([1, 2])))
+    step = WorkerSaid(MODEL, FIRST, StepDone(1, (StepRow(first_row(port), 2, (5,), "a"),)))
+
+    def fail(*arguments: object) -> None:
+        raise ZeroDivisionError
+
+    async with anyio.create_task_group() as group:
+        for stream in streams:
+            group.start_soon(stream.wait)
+            group.start_soon(stream.receive)
+        await anyio.wait_all_tasks_blocked()
+        monkeypatch.setattr(*((scheduler.state, "handle") if place == "handle" else (streams[0], "deliver")), fail)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.offer(step)
+    for stream in streams:
+        assert stream.outcome is not None
+        assert isinstance(stream.outcome.error, RuntimeClosed)
+        assert isinstance(stream.outcome.error.__cause__, ZeroDivisionError)
+        stream.cancel()
+    assert ended == [stream.outcome for stream in streams]
+    scheduler.offer(step)
+    with pytest.raises(RuntimeClosed):
+        submit(scheduler)
 
 
 async def test_a_breach_is_passed_on() -> None:

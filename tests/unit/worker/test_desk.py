@@ -39,6 +39,10 @@ class Clock:
         return self.now
 
 
+class Panic(BaseException):
+    """What a panic in a library written in Rust becomes."""
+
+
 class Gate:
     """Holds the text thread inside `encode`: "hang" in Python for ever, "block" in C until `opened`."""
 
@@ -51,6 +55,8 @@ class Gate:
         mode = self.mode
         if mode == "raise":
             raise ValueError("scripted")
+        if mode == "panic":
+            raise Panic("scripted")
         if mode == "hang":
             self.reached.release()
             while True:
@@ -104,9 +110,10 @@ def test_a_request_already_at_work_is_answered_once(desk: Desk) -> None:
     assert events.take() == Prepared(RequestId(2), TokenIds(text_tokens("prompt 2")))
 
 
-def test_an_error_of_the_tokenizer_is_that_requests_alone(desk: Desk) -> None:
+@pytest.mark.parametrize("mode", ["raise", "panic"])
+def test_an_error_of_the_tokenizer_is_that_requests_alone(desk: Desk, mode: str) -> None:
     made, events, _, gate = desk
-    gate.mode = "raise"
+    gate.mode = mode
     submit(made, 1)
     refused = events.take()
     assert isinstance(refused, Refused)

@@ -13,7 +13,7 @@ from runtime.protocol.commands import ChatPrompt, TextPrompt, TokenPrompt
 from runtime.protocol.tokens import TokenIds
 from runtime.worker import fallback
 from runtime.worker.prompts import PromptError, prompt_ids
-from runtime.worker.rendering import FILLER, render_chat
+from runtime.worker.rendering import FILLER, MAX_RENDERED_CHARACTERS, render_chat
 from runtime.worker.restrictions import chat_restrictions
 
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -261,3 +261,10 @@ def test_restrictions_are_named_by_what_fails_to_render(wrong: tuple[str, ...], 
 
 def test_a_template_that_renders_nothing_is_called_unusable() -> None:
     assert chat_restrictions(lambda messages: False) == ("unusable",)
+
+
+def test_a_template_that_makes_far_too_much_text_is_refused_before_that_is_tokenized() -> None:
+    tokenizer = TemplateTokenizer(lambda messages: "x" * (MAX_RENDERED_CHARACTERS + 1))
+    with pytest.raises(PromptError, match=str(MAX_RENDERED_CHARACTERS + 1)) as caught:
+        prompt_ids(tokenizer, chat())
+    assert caught.value.code == "template_error"
