@@ -25,6 +25,7 @@ hypothesis.settings.register_profile(
     deadline=None,  # this machine's speed is nobody's property
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
     database=None,
+    derandomize=os.environ.get("CI") == "true",  # there a run must be repeatable; everywhere else each one explores
 )
 hypothesis.settings.load_profile("house")
 
