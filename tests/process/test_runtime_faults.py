@@ -150,7 +150,8 @@ async def test_a_fault_at_any_step_ends_in_an_answer_or_a_typed_error_and_a_work
     serving = "WorkerUnresponsive" if action == "hang" else "WorkerCrashed"
     assert outcomes["import"] == outcomes["load"] == f"load: {load_failure}"
     assert outcomes["prefill"] == outcomes["decode"] == serving
-    assert outcomes["prepare"] in ({"InvalidRequest"} if action == "raise" else {serving})
+    # A prompt that takes for ever is refused by the worker itself, which goes on serving.
+    assert outcomes["prepare"] == ("InvalidRequest" if action in ("raise", "hang") else serving)
     assert outcomes["shutdown"] == "answer"
     # The last tokens are on their way when the row is released; a sudden end may take them along.
     assert outcomes["release"] in (("answer", serving) if action in ("exit", "kill") else ("answer",))
