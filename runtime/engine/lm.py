@@ -36,7 +36,7 @@ def load(load: Load, progress: Progress) -> Loaded:
     from runtime.engine.costs import StepCosts
     from runtime.engine.layers import kinds_of
     from runtime.engine.lm_engine import LmEngine
-    from runtime.engine.selftest import prove
+    from runtime.engine.selftest import NothingButNoise, prove
     from runtime.engine.tokenizer import load_tokenizer
 
     raise_soft_limit_of_open_files()
@@ -49,6 +49,8 @@ def load(load: Load, progress: Progress) -> Loaded:
     try:
         kinds = kinds_of(checkpoint.model)
         proof = prove(checkpoint.model, kinds, vocabulary_size(checkpoint.config, tokenizer.vocabulary_size), costs)
+    except NothingButNoise as error:
+        raise LoadError("corrupt_weights", f"the model in {checkpoint.directory} is of no use: {error}") from error
     except Exception as error:
         hint = KERNEL_HINT if any(word in str(error) for word in ("Failed to compile", "filesystem error")) else ""
         what = f"{type(error).__name__}: {error}"

@@ -53,6 +53,10 @@ class Proof:
     """Of what may be exported; None when that is not proved."""
 
 
+class NothingButNoise(Exception):
+    """The model gives no usable logits for any prompt: its weights or its config are wrong."""
+
+
 class _Disproof(Exception):
     """What a proof saw that should not be."""
 
@@ -60,6 +64,7 @@ class _Disproof(Exception):
 def prove(model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts | None = None) -> Proof:
     """Run all proofs. Takes about 17 forwards of a few tokens; `costs` learns what they took.
 
+    :raises NothingButNoise: no logits are finite.
     :raises Exception: whatever the model raises when it runs a single row with its own caches.
     """
     return _SelfTest(model, kinds, vocabulary_size, costs or StepCosts()).run()
@@ -84,6 +89,10 @@ class _SelfTest:
 
     def run(self) -> Proof:
         self._expected = [self._alone(ids) for ids in self._ids]
+        if not any(mx.isfinite(logits[-1].max()).item() for logits in self._expected):
+            raise NothingButNoise(
+                "its logits are not finite for any prompt; the weights, or config values such as rope_theta, are wrong"
+            )
         self._trial = _Trial(self._model, self._ids, self._expected, self._is_exact, self._costs)
         notes: list[str] = []
         batched = chunked = padded = keeps = goes_back = False

@@ -55,14 +55,29 @@ def refusal(book: Book, model: Model, tenant: Tenant, now: float) -> AdmissionEr
             limit=tenant.spec.max_queued,
         )
     excess = model.num_unstarted - model.num_soon_free_slots
-    if excess >= book.settings.max_queued:
+    limit = book.settings.max_queued
+    # A full queue is closed to whoever fills it, not to a tenant with less than its share in it: else one tenant's flood would
+    # shut out all others. Shares add up to the limit, so the queue never holds more than twice as many.
+    if excess >= limit and (excess >= 2 * limit or _num_waiting(model, tenant) >= limit * _share(model, tenant)):
         return Overloaded(
             f"model {model.name!r} has too many requests waiting",
             retry_after_seconds=retry_after_seconds(model, model.max_slots, now),
             depth=max(0, excess),
-            limit=book.settings.max_queued,
+            limit=limit,
         )
     return None
+
+
+def _num_waiting(model: Model, tenant: Tenant) -> int:
+    flow = tenant.flows.get(model.name)
+    return 0 if flow is None else num_unstarted(flow)
+
+
+def _share(model: Model, tenant: Tenant) -> float:
+    """This tenant's part, by weight, among all that wait for the model."""
+    weights = {flow.tenant.id: flow.tenant.spec.weight for flow in model.fair.flows.values() if num_unstarted(flow)}
+    weights[tenant.id] = tenant.spec.weight
+    return tenant.spec.weight / sum(weights.values())
 
 
 def num_unstarted(flow: Flow) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,10 +18,11 @@ from runtime.engine.lm_engine import LmEngine
 from runtime.engine.prefix_layout import layout_of
 from runtime.engine.ragged_cache import RaggedKV
 from runtime.engine.recurrent import RaggedState
-from runtime.engine.selftest import Proof, _SelfTest, prove
+from runtime.engine.selftest import NothingButNoise, Proof, _SelfTest, prove
 from runtime.engine.slots import Family
+from runtime.protocol.commands import Load
 from tests.support.crowd import load_engine, make_guests, run_alone, run_crowd
-from tests.support.tiny import VOCABULARY_SIZE, MakeTiny
+from tests.support.tiny import VOCABULARY_SIZE, MakeTiny, make_tiny
 
 
 def load_model(directory: Any) -> Any:
@@ -127,10 +129,8 @@ def test_a_model_that_raises_on_several_rows_runs_them_one_at_a_time(tiny: MakeT
 
 def test_logits_that_are_no_numbers_prove_nothing(tiny: MakeTiny) -> None:
     model = _Wrapped(load_model(tiny("lfm2")), lambda logits: logits * float("nan"))
-    capabilities = proof_of(model).capabilities
-    assert not capabilities.batched_decode
-    assert not capabilities.chunked_prefill
-    assert not capabilities.padded_prefill
+    with pytest.raises(NothingButNoise):
+        proof_of(model)
 
 
 def test_a_mask_that_forgets_the_window_is_noticed(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,3 +245,15 @@ def _assert_right(model: Any, proof: Proof, tiny: MakeTiny) -> None:
     guests = make_guests(9, 10, [1, 5, 30])
     evening = run_crowd(restricted, guests, 4, longest_chunk=12)
     assert evening.said == {guest.sequence: run_alone(healthy, guest) for guest in guests}
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_checkpoint_whose_logits_are_never_finite_does_not_load(tmp_path: Path, poison: float) -> None:
+    directory = make_tiny(tmp_path / "poisoned", "llama")
+    weights = mx.load(str(directory / "model.safetensors"))
+    weights["model.norm.weight"] = mx.full(weights["model.norm.weight"].shape, poison)
+    mx.eval(weights)
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+    with pytest.raises(LoadError, match="not finite") as caught:
+        lm.load(Load(name="poisoned", path=str(directory)), lambda *_: None)
+    assert caught.value.reason == "corrupt_weights"

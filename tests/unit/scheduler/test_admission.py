@@ -31,6 +31,36 @@ def test_with_a_queue_limit_of_one_a_runner_and_a_waiter_are_accepted_and_a_thir
     house.submit()
 
 
+def test_a_queue_that_one_tenant_has_filled_is_still_open_to_another_up_to_its_share() -> None:
+    house = House(Settings(max_queued=10))
+    house.tenant("flood", max_queued=1000)
+    house.up(slots=1)
+    house.start("flood")
+    for _ in range(10):
+        house.submit("flood")
+    with pytest.raises(Overloaded):
+        house.submit("flood")
+    for _ in range(5):
+        house.submit("other")
+    with pytest.raises(Overloaded) as caught:
+        house.submit("other")
+    assert (caught.value.depth, caught.value.limit) == (15, 10)
+
+
+def test_a_queue_never_holds_more_than_twice_its_limit_however_many_tenants_come() -> None:
+    house = House(Settings(max_queued=4))
+    house.up(slots=1)
+    house.start("first")
+    num_accepted = 0
+    for number in range(100):
+        try:
+            house.submit(f"tenant {number}")
+            num_accepted += 1
+        except Overloaded:
+            continue
+    assert num_accepted == 8
+
+
 def test_the_tenants_own_queue_limit_is_counted_likewise_and_leaves_other_tenants_alone() -> None:
     house = House()
     house.tenant("small", max_running=1, max_queued=1)
