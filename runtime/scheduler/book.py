@@ -50,6 +50,7 @@ class Model:
     sequences: those that hold a slot. preparing: requests the worker may be tokenizing, also ended ones not yet `Released`.
     num_unstarted: requests without an end that no sequence of has got a slot. service_seconds, output_tokens: moving averages
     per sequence, of its time in the slot and of its length. needs_placing: something changed that may let rows start.
+    collect_until: when ready rows stop waiting for others to be prefilled with; None when none waits so.
     """
 
     name: ModelName
@@ -67,6 +68,7 @@ class Model:
     service_seconds: float | None = None
     output_tokens: float = _INITIAL_OUTPUT_TOKENS
     needs_placing: bool = False
+    collect_until: float | None = None
     grants: dict[SequenceId, int] = field(default_factory=dict)
     requests_to_release: list[RequestId] = field(default_factory=list)
     sequences_to_release: list[SequenceId] = field(default_factory=list)
@@ -226,6 +228,7 @@ class Book:
         model.preparing.clear()
         model.requests_to_release.clear()
         model.sequences_to_release.clear()
+        model.collect_until = None
         model.incarnation = None
         model.has_breached = False
 
@@ -233,6 +236,7 @@ class Book:
         """Have the worker replaced; its requests end when the supervisor says `WorkerLost`."""
         assert model.incarnation is not None
         model.has_breached = True
+        model.collect_until = None
         self.out.append(Breach(model.name, model.incarnation, what))
 
     # -- telling ---------------------------------------------------------------------------------------------
@@ -254,11 +258,14 @@ class Book:
             model.grants.clear()
 
     def plan_wake(self) -> None:
-        """Have a Tick come for the next deadline of a request that has not ended."""
+        """Have a Tick come for the next deadline of a request that has not ended, or when rows have waited long enough for others."""
         while self.deadlines and self._is_over(self.deadlines[0][1]):
             heapq.heappop(self.deadlines)
-        if self.deadlines and (self.wake_at is None or self.deadlines[0][0] < self.wake_at):
-            self.wake_at = self.deadlines[0][0]
+        times = [model.collect_until for model in self.models.values() if model.collect_until is not None]
+        if self.deadlines:
+            times.append(self.deadlines[0][0])
+        if times and (self.wake_at is None or min(times) < self.wake_at):
+            self.wake_at = min(times)
             self.out.append(WakeAt(self.wake_at))
 
     def due(self, now: float) -> list[RequestRecord]:

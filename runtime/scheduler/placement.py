@@ -36,14 +36,17 @@ def place(book: Book, model: Model, now: float) -> None:
     if model.can_work:
         _fill_slots(book, model, now)
         _prepare_ahead(book, model)
+    else:
+        model.collect_until = None
 
 
 def _fill_slots(book: Book, model: Model, now: float) -> None:
-    num_free = model.num_free_slots
-    if num_free <= 0 or len(model.batches) >= prefill.MAX_BATCHES:
-        return
-    rows = list(islice(model.fair.rows_in_order(lambda record: row_cost(model, record)), num_free))
     outstanding = [batch.padded_tokens for batch in model.batches]
+    num_free = model.num_free_slots if prefill.is_room(outstanding, book.settings.prefill_chunk_tokens) else 0
+    rows = list(islice(model.fair.rows_in_order(lambda record: row_cost(model, record)), num_free)) if num_free > 0 else []
+    if 0 < len(rows) < num_free and _collects(book, model, now):
+        return
+    model.collect_until = None
     for chosen in prefill.plan_batches([row.length for row in rows], outstanding, book.settings.prefill_batch_tokens):
         members = [rows[index] for index in chosen]
         batch = prefill.Batch(padded_tokens=max(row.length for row in members) * len(members), num_rows_left=len(members))
@@ -51,6 +54,16 @@ def _fill_slots(book: Book, model: Model, now: float) -> None:
         for sequence in members:
             _start(book, model, sequence, batch, now)
         book.send(model, Prefill(tuple(_prefill_row(sequence) for sequence in members)))
+
+
+def _collects(book: Book, model: Model, now: float) -> bool:
+    """Whether ready rows still wait, a moment at most, for requests on their way through the tokenizer."""
+    if all(record.has_ended for record in model.preparing.values()):
+        return False
+    if model.collect_until is None:
+        model.collect_until = now + prefill.COLLECT_SECONDS
+        book.plan_wake()
+    return now < model.collect_until
 
 
 def _start(book: Book, model: Model, sequence: Sequence, batch: prefill.Batch, now: float) -> None:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 MAX_BATCHES = 2
 """Batches under way in one worker. More would put a short prompt that comes later behind all of them, and leave fewer to join."""
 
+COLLECT_SECONDS = 0.02
+"""How long a row that is ready waits for requests that are just being tokenized, to be prefilled together with them."""
+
 LIKE_TOKENS = 64
 """Padding of this many tokens is always fine: it costs less than another forward."""
 
@@ -22,6 +25,15 @@ class Batch:
 
     padded_tokens: int
     num_rows_left: int
+
+
+def is_room(outstanding: Sequence[int], chunk_tokens: int) -> bool:
+    """Whether another batch may be sent beside those with `outstanding` padded tokens.
+
+    A batch of a single chunk is soon over, and what waits for it grows into one larger batch; a longer one must not keep short
+    prompts waiting.
+    """
+    return not outstanding or (len(outstanding) < MAX_BATCHES and min(outstanding) > chunk_tokens)
 
 
 def are_alike(shortest: int, longest: int) -> bool:

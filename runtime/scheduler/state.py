@@ -56,6 +56,8 @@ class SchedulerState:
                     place(book, model, now)
                 book.flush(model)
             book.touched.clear()
+        if book.wake_at is None and isinstance(stimulus, Tick):
+            book.plan_wake()
         return book.out
 
     def validate(self) -> None:
@@ -130,8 +132,10 @@ class SchedulerState:
             seconds = record.request.deadline_seconds
             error = DeadlineExceeded(f"the request was still {record.state.value} after its deadline_seconds={seconds}")
             book.end(record, RequestState.FAILED, error, now)
+        for model in book.models.values():
+            if model.collect_until is not None and model.collect_until <= now:
+                book.look_again(model)
         book.wake_at = None
-        book.plan_wake()
 
     # -- the supervisor -----------------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ def validate(book: Book) -> None:
         if record.request.deadline_seconds is not None and not record.has_ended:
             assert record.request.id in timed, f"request {record.request.id}: its deadline is forgotten"
             assert book.wake_at is not None, "a deadline without a wake-up"
+    for model in book.models.values():
+        assert model.collect_until is None or book.wake_at is not None, f"model {model.name}: rows collect without a wake-up"
 
 
 def _runs(record: RequestRecord) -> bool:

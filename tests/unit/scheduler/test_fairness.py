@@ -191,6 +191,7 @@ def test_a_tenant_runs_no_more_requests_than_it_may_over_all_models_and_goes_on_
     first, sequence = house.start()
     second = house.submit(model=OTHER)
     house.prepared(second, model=OTHER)
+    house.prefilled(house.sequence(second), model=OTHER)
     third = house.submit(model=OTHER)
     house.prepared(third, model=OTHER)
     assert house.state_of(third) is RequestState.PREPARING

@@ -103,6 +103,7 @@ def test_a_sequence_ends_at_max_tokens_or_at_the_end_of_the_context_whichever_co
     for max_tokens, end in ((4, 7), (100, 10)):
         house.prepared(house.submit(prompt_length=3, max_tokens=max_tokens))
         assert house.rows()[-1].max_length == end
+        house.prefilled(house.rows()[-1].sequence)
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:

@@ -165,7 +165,8 @@ async def test_a_defect_of_the_scheduler_ends_every_stream_instead_of_leaving_it
     ended: list[Outcome] = []
     scheduler.on_end = lambda request, outcome: ended.append(outcome)
     streams = [submit(scheduler), submit(scheduler)]
-    hear(scheduler, Prepared(streams[0].request.id, TokenIds([1, 2])))
+    for stream in streams:
+        hear(scheduler, Prepared(stream.request.id, TokenIds([1, 2])))
     step = WorkerSaid(MODEL, FIRST, StepDone(1, (StepRow(first_row(port), 2, (5,), "a"),)))
 
     def fail(*arguments: object) -> None:
