@@ -258,7 +258,7 @@ class Book:
             model.grants.clear()
 
     def plan_wake(self) -> None:
-        """Have a Tick come for the next deadline of a request that has not ended, or when rows have waited long enough for others."""
+        """Have a Tick come for the next deadline of a live request, or when rows have waited long enough for others."""
         while self.deadlines and self._is_over(self.deadlines[0][1]):
             heapq.heappop(self.deadlines)
         times = [model.collect_until for model in self.models.values() if model.collect_until is not None]
