@@ -58,11 +58,15 @@ async def crowd(stage: Stage) -> list[Figure]:
     parts = "".join(sorted(stage.plan.parts & {"b", "c"}))
     runs = await alternate(stage.ledger, parts, model, stage.plan.num_runs, stage.plan.num_crowd_tokens, sides)
     figures = []
-    for part, name, target in (("b", BATCH_GENERATOR, BESIDE_BATCH_GENERATOR), ("c", SERVER, BESIDE_SERVER)):
+    opponents = (
+        ("b", BATCH_GENERATOR, BESIDE_BATCH_GENERATOR, "the opponent makes token ids alone, the runtime their text, too"),
+        ("c", SERVER, BESIDE_SERVER, "both sides' clients run in the benchmark's own process"),
+    )
+    for part, name, target, note in opponents:
         if name in runs:
             what = f"{model}, {NUM_CROWD} streams"
-            figures += _compared(part, what, runs, name, {"end to end": target, "decode": None})
-            figures.append(_figure(part, f"{what}, first token", "s", runs, name, "first_token_seconds", None))
+            figures += _compared(part, what, runs, name, {"end to end": target, "decode": None}, note)
+            figures.append(_figure(part, f"{what}, first token", "s", runs, name, "first_token_seconds", None, note))
     return figures
 
 
@@ -123,12 +127,16 @@ async def _bare_together(children: list[InProcess], prompt: str, max_tokens: int
     return Run(streams)
 
 
-def _compared(part: str, what: str, runs: dict[str, list[Run]], opponent: str, targets: dict[str, Target | None]) -> list[Figure]:
-    return [_figure(part, f"{what}, {name}", "tok/s", runs, opponent, RATES[name], target) for name, target in targets.items()]
+def _compared(
+    part: str, what: str, runs: dict[str, list[Run]], opponent: str, targets: dict[str, Target | None], note: str = ""
+) -> list[Figure]:
+    return [
+        _figure(part, f"{what}, {name}", "tok/s", runs, opponent, RATES[name], target, note) for name, target in targets.items()
+    ]
 
 
 def _figure(
-    part: str, name: str, unit: str, runs: dict[str, list[Run]], opponent: str, attribute: str, target: Target | None
+    part: str, name: str, unit: str, runs: dict[str, list[Run]], opponent: str, attribute: str, target: Target | None, note: str
 ) -> Figure:
     read = attrgetter(attribute)
     return Figure(
@@ -140,4 +148,5 @@ def _figure(
         opponent=opponent,
         opponent_runs=[read(run) for run in runs[opponent]],
         target=target,
+        note=note,
     )
