@@ -58,7 +58,7 @@ def refusal(book: Book, model: Model, tenant: Tenant, now: float) -> AdmissionEr
     limit = book.settings.max_queued
     # A full queue is closed to whoever fills it, not to a tenant with less than its share in it: else one tenant's flood would
     # shut out all others. Shares add up to the limit, so the queue never holds more than twice as many.
-    if excess >= limit and (excess >= 2 * limit or _num_waiting(model, tenant) >= limit * _share(model, tenant)):
+    if excess >= limit and (excess >= 2 * limit or _num_waiting(model, tenant) + 1 > limit * _share(model, tenant)):
         return Overloaded(
             f"model {model.name!r} has too many requests waiting",
             retry_after_seconds=retry_after_seconds(model, model.max_slots, now),

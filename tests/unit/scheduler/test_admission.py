@@ -47,18 +47,15 @@ def test_a_queue_that_one_tenant_has_filled_is_still_open_to_another_up_to_its_s
     assert (caught.value.depth, caught.value.limit) == (15, 10)
 
 
-def test_a_queue_never_holds_more_than_twice_its_limit_however_many_tenants_come() -> None:
+def test_a_full_queue_is_closed_to_tenants_whose_share_is_less_than_one_place() -> None:
     house = House(Settings(max_queued=4))
     house.up(slots=1)
     house.start("first")
-    num_accepted = 0
-    for number in range(100):
-        try:
-            house.submit(f"tenant {number}")
-            num_accepted += 1
-        except Overloaded:
-            continue
-    assert num_accepted == 8
+    for number in range(4):
+        house.submit(f"tenant {number}")
+    with pytest.raises(Overloaded) as caught:
+        house.submit("one more")
+    assert (caught.value.depth, caught.value.limit) == (4, 4)
 
 
 def test_the_tenants_own_queue_limit_is_counted_likewise_and_leaves_other_tenants_alone() -> None:
