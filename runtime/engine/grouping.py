@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MAX_WASTED_TOKENS = 64
-"""Padding that is cheaper than a second forward: about what a forward's fixed cost (reading the weights) is worth."""
+FORWARD_TOKENS = 40
+"""What a forward costs before its first token (reading the weights), in tokens of padding: 90 ms beside 2.3 ms a token were
+measured on two cores."""
 
 
-def width_groups(widths: Sequence[int], max_wasted_tokens: int = MAX_WASTED_TOKENS) -> list[list[int]]:
-    """Partition rows (by index) so that padding each group to its widest row wastes at most `max_wasted_tokens`.
+def width_groups(widths: Sequence[int], forward_tokens: int = FORWARD_TOKENS) -> list[list[int]]:
+    """Partition rows (by index) so that padding, plus `forward_tokens` for every group, is least.
 
     With 0 a group has one width only. Groups come widest first; within a group indices ascend.
     """
+    order = sorted(range(len(widths)), key=lambda index: (-widths[index], index))
+    # best[n]: the least cost of the n widest rows, and how many of them come before their last group.
+    best = [(0, 0)]
+    for num_rows in range(1, len(order) + 1):
+        padding = 0
+        choices = []
+        for first in reversed(range(num_rows)):
+            padding += (widths[order[first]] - widths[order[first + 1]]) * (num_rows - first - 1) if first + 1 < num_rows else 0
+            choices.append((best[first][0] + padding + forward_tokens, first))
+        best.append(min(choices))
     groups: list[list[int]] = []
-    widest = wasted = 0
-    for index in sorted(range(len(widths)), key=lambda index: (-widths[index], index)):
-        waste = widest - widths[index]
-        if not groups or wasted + waste > max_wasted_tokens:
-            groups.append([])
-            widest, wasted, waste = widths[index], 0, 0
-        groups[-1].append(index)
-        wasted += waste
-    return [sorted(group) for group in groups]
+    end = len(order)
+    while end:
+        start = best[end][1]
+        groups.append(sorted(order[start:end]))
+        end = start
+    return groups[::-1]

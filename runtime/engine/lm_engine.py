@@ -18,7 +18,7 @@ from runtime.engine import blas
 from runtime.engine.costs import StepCosts
 from runtime.engine.engine import PendingStep, RowError, RowStep
 from runtime.engine.forward import Group, feed_array, sampled_logits
-from runtime.engine.grouping import MAX_WASTED_TOKENS, width_groups
+from runtime.engine.grouping import FORWARD_TOKENS, width_groups
 from runtime.engine.head import HeadTap
 from runtime.engine.layers import Kind
 from runtime.engine.pending import LmPendingStep, Part
@@ -189,8 +189,8 @@ class LmEngine:
         groups: list[Group] = []
         for batch, members in self._places.place(feeds):
             widths = [len(row.owed) + (1 if (feed := feeds[row]) is None else len(feed)) for row in members]
-            max_waste = MAX_WASTED_TOKENS if self._capabilities.padded_prefill else 0
-            for indices in width_groups(widths, max_waste):
+            worth = FORWARD_TOKENS if self._capabilities.padded_prefill else 0
+            for indices in width_groups(widths, worth):
                 chosen = [members[index] for index in indices]
                 samples = [rows[places[row]].num_samples > 0 for row in chosen]
                 groups.append(Group(batch, chosen, [places[row] for row in chosen], [feeds[row] for row in chosen], samples))

@@ -1,8 +1,10 @@
 """What does the worker do from Ready to Shutdown? Drain commands, take one step, say what came of it; again.
 
-Synchronous code on the one thread that owns the engine. One step is always ahead: step n+1 is submitted before the
+Synchronous code on the one thread that owns the engine. One step is ahead: step n+1 is submitted before the
 result of step n is taken, so that text, stop strings and messages of step n cost no device time. A row that step n
 ends may therefore be part of step n+1; that token is dropped. A limit is known beforehand and never overshot.
+A step that brings first tokens is taken first: on a CPU, submitting lasts nearly as long as computing, and would hold
+them back for a whole step.
 """
 
 from __future__ import annotations
@@ -41,6 +43,10 @@ class _Submitted:
     batch: Batch | None
     promised_seconds: float
     submitted_at: float
+
+    @property
+    def brings_first_tokens(self) -> bool:
+        return self.batch is not None and any(row.is_prefilled for row in self.rows)
 
 
 class Loop:
@@ -82,12 +88,15 @@ class Loop:
     def _turn(self) -> bool:
         """Submit the next step, then take the result of the one before. False when there was neither."""
         before = self._submitted
+        if before is not None and before.brings_first_tokens:
+            self._submitted = None
+            self._harvest(before)
+            self._submitted = self._submit()
+            return True
         self._submitted = self._submit()
         if before is not None:
             self._harvest(before)
-        elif self._submitted is None:
-            return False
-        return True
+        return before is not None or self._submitted is not None
 
     def _submit(self) -> _Submitted | None:
         sequences = self._sequences
