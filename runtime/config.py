@@ -75,6 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_window_tokens: how far a sequence may run ahead of what its client has read.
     prefill_chunk_tokens: tokens in one prefill step, over all rows. prefill_batch_tokens: padded tokens in one prefill batch.
     max_queued: requests waiting for one model, over all tenants.
+    prefix_memory_bytes: for prefixes kept in the workers' memory, divided among the loaded models; None is a sixteenth of the
+    machine's memory, 0 keeps none. prefix_disk_bytes: for prefix files of all models and tenants under `home`; None is a tenth
+    of what is free on that disk at the start but at most 32 GiB, 0 writes and reads none. prefix_free_bytes: left free on the disk.
     """
 
     home: Path | None = None
@@ -88,6 +91,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill_chunk_tokens: int = 512
     prefill_batch_tokens: int = 4096
     max_queued: int = 1024
+    prefix_memory_bytes: int | None = None
+    prefix_disk_bytes: int | None = None
+    prefix_free_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         if self.home is not None:
@@ -101,6 +107,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _count("prefill_chunk_tokens", self.prefill_chunk_tokens, 1, 1 << 20)
         _count("prefill_batch_tokens", self.prefill_batch_tokens, 1, 1 << 24)
         _count("max_queued", self.max_queued, 1, 1 << 20)
+        for name in ("prefix_memory_bytes", "prefix_disk_bytes"):
+            if getattr(self, name) is not None:
+                _count(name, getattr(self, name), 0, 1 << 50)
+        _count("prefix_free_bytes", self.prefix_free_bytes, 0, 1 << 50)
 
     def home_directory(self) -> Path:
         """Where fetched models live. Not created here."""
@@ -157,15 +167,21 @@ class TenantSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tenant's share.
 
     weight: tokens it may take relative to others when all want more, from 0.000001 to 1000000. max_running and max_queued
-    count its requests.
+    count its requests. prefix_disk_bytes: most that its prefix files may take; None leaves it to `Settings.prefix_disk_bytes`.
+    may_share: its requests may ask for cache_scope="shared", and so read and feed prefixes that all such tenants see.
     """
 
     weight: float = 1.0
     max_running: int = 8
     max_queued: int = 64
+    prefix_disk_bytes: int | None = None
+    may_share: bool = False
 
     def __post_init__(self) -> None:
         low, high = WEIGHT_RANGE
         _real("weight", self.weight, low, high, f"a number from {low:f} to {high:.0f}")
         _count("max_running", self.max_running, 1, 4096)
         _count("max_queued", self.max_queued, 0, 1 << 20)
+        if self.prefix_disk_bytes is not None:
+            _count("prefix_disk_bytes", self.prefix_disk_bytes, 0, 1 << 50)
+        _require(isinstance(self.may_share, bool), "may_share", self.may_share, "True or False")

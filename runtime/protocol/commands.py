@@ -13,7 +13,7 @@ import msgspec
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 PREPARE_SECONDS = 20.0
 """A worker refuses a prompt whose rendering and tokenizing takes longer."""
 
@@ -117,7 +117,8 @@ class Load(Command, tag="load"):
 
     `kind`: "auto" picks by the checkpoint; "fake" is the deterministic test engine and needs `fake`.
     `prefill_chunk_tokens` bounds the tokens of one prefill step over all its rows.
-    `compute_threads`: 0 leaves the default.
+    `compute_threads`: 0 leaves the default. `prefix_root`: directory of prefix files, None for none.
+    `prefix_memory_bytes`: how much this worker keeps of finished and shared prefixes, 0 for nothing.
     """
 
     name: str
@@ -131,6 +132,8 @@ class Load(Command, tag="load"):
     trust_remote_code: bool = False
     compute_threads: int = 0
     fake: FakeScript | None = None
+    prefix_root: str | None = None
+    prefix_memory_bytes: int = 0
 
 
 class Prepare(Command, tag="prepare"):
@@ -140,13 +143,41 @@ class Prepare(Command, tag="prepare"):
     prompt: Prompt
 
 
+class SegmentRange(Wire):
+    """Positions [start, end) of a context, in the segment file `name` (its last block's hash).
+
+    `with_checkpoint`: the states of its sliding and recurrent layers are wanted too, valid at `end` only.
+    """
+
+    name: bytes
+    start: int
+    end: int
+    with_checkpoint: bool
+
+
+class PrefixUse(Wire):
+    """Which prefixes a sequence may find, and what is to become of its own.
+
+    `scope`: secret of its scope and this model; nothing kept under another is ever seen. `segments`: a chain from position 0 to
+    restore, unless memory holds more. `keep`: what it computes is kept in memory and offered with `Kept`. `boundaries`: absolute
+    positions, ascending, at which it must be possible to continue later. `pin`: what is kept of it stays until `Unpin`.
+    """
+
+    scope: bytes
+    segments: tuple[SegmentRange, ...] = ()
+    keep: bool = True
+    boundaries: tuple[int, ...] = ()
+    pin: bool = False
+
+
 class PrefillRow(Wire):
     """One sequence to start (or start again) in the worker.
 
     `tokens`: the visible context from position `first_index` (0 unless earlier positions are already restored).
     `prompt_length`: absolute; tokens at or after it are this sequence's own committed output (a replay), which penalties
     and stop strings count as output. `max_length`: absolute length at which it finishes with "length". `limit`: absolute
-    length at which it parks until a `Grant`.
+    length at which it parks until a `Grant`. `prefix`: None neither finds nor keeps anything. `prefill_only`: all tokens are computed,
+    none is drawn, and the sequence finishes with "length" (`max_length` is then the number of tokens).
     """
 
     sequence: SequenceId
@@ -158,6 +189,8 @@ class PrefillRow(Wire):
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    prefix: PrefixUse | None = None
+    prefill_only: bool = False
 
 
 class Prefill(Command, tag="prefill"):
@@ -179,10 +212,34 @@ class Release(Command, tag="release"):
     sequences: tuple[SequenceId, ...] = ()
 
 
+class Publish(Command, tag="publish"):
+    """Write kept nodes to files: (node, owner tag) each; answered by `SegmentPublished` or `SegmentRejected` for each node.
+
+    `owner`: by which the holder of the scope's key recognises the file; no worker ever has that key.
+    """
+
+    nodes: tuple[tuple[int, str], ...]
+
+
+class Unpin(Command, tag="unpin"):
+    """What was kept of these sequences under a pin may be forgotten when room is needed. Unknown ones are fine."""
+
+    sequences: tuple[SequenceId, ...]
+
+
+class Forget(Command, tag="forget"):
+    """Drop everything kept under these scopes at once, pinned or not, and keep nothing more under them. Their running sequences go
+    on. Unknown ones are fine."""
+
+    scopes: tuple[bytes, ...]
+
+
 class Configure(Command, tag="configure"):
-    """Change what may change while running. `compute_threads`: BLAS threads on CPU; no effect elsewhere."""
+    """Change what may change while running. `compute_threads`: BLAS threads on CPU; no effect elsewhere, 0 leaves it.
+    `prefix_memory_bytes`: as in `Load`."""
 
     compute_threads: int
+    prefix_memory_bytes: int
 
 
 class Inspect(Command, tag="inspect"):
@@ -195,4 +252,4 @@ class Shutdown(Command, tag="shutdown"):
     """Stop after the current step; answered by `Stopped`, then the process ends with code 0."""
 
 
-AnyCommand = Load | Prepare | Prefill | Grant | Release | Configure | Inspect | Shutdown
+AnyCommand = Load | Prepare | Prefill | Grant | Release | Publish | Unpin | Forget | Configure | Inspect | Shutdown

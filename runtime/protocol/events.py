@@ -51,8 +51,24 @@ class Capabilities(Wire):
     prefix: bool = False
 
 
+class PrefixFacts(Wire):
+    """What the host must know of this model's prefixes. fingerprint: of everything their bits depend on, except tokens and scope.
+
+    `style`: "dense" (any position can be continued), "mixed" or "checkpoint" (only where a state was kept). A segment of n tokens
+    has about n * `slice_bytes_per_token` + `checkpoint_bytes`.
+    """
+
+    fingerprint: str
+    style: Literal["dense", "mixed", "checkpoint"]
+    slice_bytes_per_token: int
+    checkpoint_bytes: int
+
+
 class ModelFacts(Wire):
-    """Facts that only loading reveals. Sizes in bytes; `chat_template` is "checkpoint" or "fallback"."""
+    """Facts that only loading reveals. Sizes in bytes; `chat_template` is "checkpoint" or "fallback".
+
+    `prefix`: None when this model's prefixes cannot be kept (see `capabilities.prefix`).
+    """
 
     kind: Literal["lm", "fake"]
     model_type: str
@@ -68,6 +84,7 @@ class ModelFacts(Wire):
     capabilities: Capabilities
     blas: str
     load_seconds: float
+    prefix: PrefixFacts | None = None
 
 
 class Event(Wire):
@@ -105,6 +122,71 @@ class Prefilled(Event, tag="prefilled"):
 
     rows: tuple[tuple[SequenceId, int], ...]
     seconds: float
+
+
+class SegmentMiss(Wire):
+    """A segment file that could not be used. `is_removed`: it was at fault and is gone."""
+
+    name: bytes
+    reason: str
+    detail: str
+    is_removed: bool
+
+
+class Restored(Event, tag="restored"):
+    """A sequence with a `PrefixUse` is about to be computed from `length` on; what was before came from `source`.
+
+    Comes once, before anything else of the sequence but `Refused` and `Released`; its leases end here. `num_files`, `num_bytes`,
+    `seconds`: read for it from files, until its tensors were in place. `misses`: segments named to it that could not be used.
+    """
+
+    sequence: SequenceId
+    length: int
+    source: Literal["none", "memory", "file"]
+    num_files: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    misses: tuple[SegmentMiss, ...] = ()
+
+
+class KeptNode(Wire):
+    """Whole blocks [start, end) of a sequence that memory holds as one piece, under a number that is never used again."""
+
+    node: int
+    start: int
+    end: int
+    num_bytes: int
+
+
+class Kept(Event, tag="kept"):
+    """Memory holds the sequence's positions [0, length): whoever shares them may be restored from there. Never after its `Released`.
+
+    `nodes`: the new ones among them that may be published. `pinned_length`: how far it is pinned.
+    """
+
+    sequence: SequenceId
+    length: int
+    nodes: tuple[KeptNode, ...] = ()
+    pinned_length: int = 0
+
+
+class SegmentPublished(Event, tag="published"):
+    """The node lies in the file `name`. `is_new`: False when there was one already. `num_bytes`: of the file."""
+
+    node: int
+    name: bytes
+    num_bytes: int
+    is_new: bool
+    seconds: float
+
+
+class SegmentRejected(Event, tag="rejected"):
+    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), or of the file
+    system: "no_space", "read_only", "io", "contents"."""
+
+    node: int
+    reason: Literal["absent", "busy", "no_space", "read_only", "io", "contents"]
+    detail: str
 
 
 class TokenLogprob(Wire):
@@ -181,6 +263,9 @@ class WorkerReport(Wire):
     cache_bytes: int
     active_bytes: int
     peak_bytes: int
+    prefix_memory_bytes: int = 0
+    prefix_pinned_bytes: int = 0
+    prefix_nodes: int = 0
 
 
 class Inspected(Event, tag="inspected"):
@@ -202,4 +287,21 @@ class Stopped(Event, tag="stopped"):
     step: int
 
 
-AnyEvent = Hello | Loading | Ready | Prepared | Prefilled | StepDone | Released | Refused | Heartbeat | Inspected | Failed | Stopped
+AnyEvent = (
+    Hello
+    | Loading
+    | Ready
+    | Prepared
+    | Restored
+    | Prefilled
+    | StepDone
+    | Kept
+    | SegmentPublished
+    | SegmentRejected
+    | Released
+    | Refused
+    | Heartbeat
+    | Inspected
+    | Failed
+    | Stopped
+)

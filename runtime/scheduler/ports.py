@@ -1,9 +1,11 @@
-"""The two places where scheduler and actors meet; `host.py` ties them together."""
+"""The places where scheduler, actors and the keeper of prefix files meet; `host.py` ties them together."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from runtime.prefix.plans import Entry
 from runtime.protocol.commands import AnyCommand
 from runtime.protocol.ids import Incarnation, ModelName
 from runtime.scheduler.stimuli import Stimulus
@@ -19,6 +21,14 @@ class WorkerPort(Protocol):
     def breach(self, model: ModelName, incarnation: Incarnation, what: str) -> None:
         """End and replace this incarnation."""
         ...
+
+
+class FilesPort(Protocol):
+    """What the scheduler needs of whoever looks after the directory of prefix files. Neither blocks nor raises."""
+
+    def delete(self, entries: Sequence[Entry]) -> None: ...
+
+    def mark_used(self, entries: Sequence[Entry]) -> None: ...
 
 
 class SchedulerPort(Protocol):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from runtime.errors import TroupeError
+from runtime.prefix.hashing import Scope
 from runtime.protocol.commands import Prompt, Sampling
 from runtime.protocol.events import FinishReason, TokenLogprob
 from runtime.protocol.ids import ModelName, RequestId, SequenceId, TenantId
@@ -84,6 +85,9 @@ class Request:
 
     `max_tokens` per sequence. `num_sequences`: sequence i draws with `sequence_seed(sampling.seed, i)`. `windowed`: the client
     iterates, so sequences run at most `Settings.stream_window_tokens` ahead of what it has read; otherwise freely.
+    scope: whose prefixes it may use, None for none at all (cache="off"). keeps_prefix: False for cache="read-only".
+    prefill_only: nothing is generated (max_tokens is 0); what was computed is pinned under the request's id until `ReleasePrefix`,
+    and can be continued at each of `boundaries` (absolute positions, ascending).
     """
 
     id: RequestId
@@ -98,6 +102,10 @@ class Request:
     priority: Priority = "interactive"
     deadline_seconds: float | None = None
     windowed: bool = True
+    scope: Scope | None = None
+    keeps_prefix: bool = True
+    prefill_only: bool = False
+    boundaries: tuple[int, ...] = ()
 
 
 def sequence_seed(seed: int, number: int) -> int:
@@ -199,21 +207,23 @@ class Piece(msgspec.Struct, frozen=True):
 class Timings:
     """Seconds since the request was submitted; None when that point was never reached.
 
-    queue: until its first sequence got a slot; first_token: until its first token. prefill is a duration: inside the prefill
-    steps of the slowest of its sequences.
+    queue: until its first sequence got a slot; first_token: until its first token. prefill and restore are durations of the slowest
+    of its sequences: inside its prefill steps, and of bringing its prefix in from files.
     """
 
     queue_seconds: float | None
     prefill_seconds: float | None
     first_token_seconds: float | None
     total_seconds: float
+    restore_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a request ended: by itself (`error` None), cancelled, or with an error. `prompt_tokens`: its tokens once prepared.
 
-    The error is this request's own object, never shared with another's.
+    The error is this request's own object, never shared with another's. cached_tokens: by sequence number, how many of its prompt
+    were restored rather than computed. pinned_length: of a prefill_only request, how far memory holds it pinned.
     """
 
     state: Literal["finished", "cancelled", "failed"]
@@ -222,3 +232,5 @@ class Outcome:
     fingerprint: str
     warnings: tuple[str, ...] = ()
     error: TroupeError | None = None
+    cached_tokens: tuple[int, ...] = ()
+    pinned_length: int = 0

@@ -14,6 +14,8 @@ from runtime.config import TenantSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.commands import AnyCommand
 from runtime.protocol.events import AnyEvent, ModelFacts
+from runtime.prefix.hashing import BlockHash, Scope
+from runtime.prefix.plans import Entry
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, TenantId
 from runtime.scheduler.request import Outcome, Piece, Request
 
@@ -102,12 +104,58 @@ class WorkerSaid:
     event: AnyEvent
 
 
+# -- stimuli: of prefixes -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePrefix:
+    """What a prefill_only request pinned is needed no more. Unknown ones are fine."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class FilesSeen:
+    """What the directory of prefix files was found to hold, beside what is known; `free_bytes` on its disk.
+
+    added: least recently used first. used: by others. gone: deleted by others.
+    """
+
+    added: tuple[Entry, ...]
+    used: tuple[BlockHash, ...]
+    gone: tuple[BlockHash, ...]
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EraseTenant:
+    """The tenant's key is destroyed: forget all its prefixes, here and in the workers. scope: the one it had."""
+
+    tenant: TenantId
+    scope: Scope
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed (a WakeAt is due)."""
 
 
-Stimulus = Submit | Cancel | Read | Unwindow | TenantSet | ModelAdded | WorkerUp | WorkerLost | ModelRemoved | WorkerSaid | Tick
+Stimulus = (
+    Submit
+    | Cancel
+    | Read
+    | Unwindow
+    | TenantSet
+    | ModelAdded
+    | WorkerUp
+    | WorkerLost
+    | ModelRemoved
+    | WorkerSaid
+    | ReleasePrefix
+    | FilesSeen
+    | EraseTenant
+    | Tick
+)
 
 # -- instructions -------------------------------------------------------------------------------------------
 
@@ -160,4 +208,18 @@ class Breach:
     what: str
 
 
-Instruction = Accept | Reject | Send | Deliver | End | WakeAt | Breach
+@dataclass(frozen=True, slots=True)
+class DeleteFiles:
+    """These prefix files must go; they are forgotten already."""
+
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MarkUsed:
+    """These prefix files were hit: others, and later processes, are to know."""
+
+    entries: tuple[Entry, ...]
+
+
+Instruction = Accept | Reject | Send | Deliver | End | WakeAt | Breach | DeleteFiles | MarkUsed
