@@ -119,9 +119,11 @@ class Engine(Protocol):
         """
         ...
 
-    def adopt(self, part: PrefixPart) -> PrefixPart:
+    def adopt(self, part: PrefixPart, start: int | None = None, end: int | None = None) -> PrefixPart:
         """The part, validated against `layout` and in the form that `restore` takes without copying on the step thread.
 
+        With `start` and `end`, absolute and within the part, only that of it: slices are cut, and checkpoints, valid at its own
+        end only, stay out unless that is the end. Nothing is shared with what was cut away.
         The one method that any thread may call at any time. The part may be restored any number of times.
 
         :raises RowError: "invalid_request": it is no part of a sequence of this model; or a model without a layout.

@@ -159,7 +159,7 @@ class KeptNode(Wire):
 
 
 class Kept(Event, tag="kept"):
-    """Memory holds the sequence's positions [0, length): whoever shares them may be restored from there. Never after its `Released`.
+    """Memory holds the sequence's positions [0, length): whoever shares them may be restored from there. Never after `Released`.
 
     `nodes`: the new ones among them that may be published. `pinned_length`: how far it is pinned.
     """
@@ -181,8 +181,8 @@ class SegmentPublished(Event, tag="published"):
 
 
 class SegmentRejected(Event, tag="rejected"):
-    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), or of the file
-    system: "no_space", "read_only", "io", "contents"."""
+    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), or of the
+    file system: "no_space", "read_only", "io", "contents"."""
 
     node: int
     reason: Literal["absent", "busy", "no_space", "read_only", "io", "contents"]

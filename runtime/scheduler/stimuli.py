@@ -12,10 +12,10 @@ import msgspec
 
 from runtime.config import TenantSpec
 from runtime.errors import ExitReport, TroupeError
-from runtime.protocol.commands import AnyCommand
-from runtime.protocol.events import AnyEvent, ModelFacts
 from runtime.prefix.hashing import BlockHash, Scope
 from runtime.prefix.plans import Entry
+from runtime.protocol.commands import AnyCommand
+from runtime.protocol.events import AnyEvent, ModelFacts
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, TenantId
 from runtime.scheduler.request import Outcome, Piece, Request
 
