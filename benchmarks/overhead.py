@@ -22,7 +22,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ async def _plan(values: argparse.Namespace, directory: Path) -> Plan:
         )
     return Plan(
         parts=parts,
-        models={"smollm2": await _checkpoint(values.model), "tiny": tiny},
+        models={"smollm2": await checkpoint(values.model), "tiny": tiny},
         main_model="smollm2",
         threads=values.threads,
         num_runs=values.runs or 5,
@@ -97,7 +97,8 @@ async def _plan(values: argparse.Namespace, directory: Path) -> Plan:
     )
 
 
-async def _checkpoint(model: str) -> Path:
+async def checkpoint(model: str) -> Path:
+    """A directory, or a model to fetch by name."""
     directory = anyio.Path(model)
     if await directory.is_dir():
         return Path(await directory.absolute())
@@ -126,7 +127,8 @@ async def measure(plan: Plan, ledger: Ledger, directory: Path) -> list[Figure]:
     return sorted(figures, key=lambda figure: figure.part)
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """What was measured on."""
     return {
         "system": platform.platform(),
         "processor": platform.machine(),
@@ -137,7 +139,10 @@ def _machine() -> dict[str, Any]:
     }
 
 
-async def interruptible(values: argparse.Namespace) -> dict[str, Any]:
+Benchmark = Callable[[argparse.Namespace], Awaitable[dict[str, Any]]]
+
+
+async def interrupted_by_signals(run: Benchmark, values: argparse.Namespace) -> dict[str, Any]:
     """:raises BenchmarkError: as `run`, and after Ctrl-C or SIGTERM, once every child and file is gone."""
     async with anyio.create_task_group() as group:
         group.start_soon(_stop_at_signal, group.cancel_scope)
@@ -157,7 +162,7 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
     """The whole report. :raises BenchmarkError: something cannot be measured, or not fairly."""
     started = time.monotonic()
     ledger = Ledger()
-    machine = _machine()
+    facts = machine()
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as directory, anyio.fail_after(_DEADLINE_SECONDS):
         plan = await _plan(values, Path(directory))
         figures = await measure(plan, ledger, Path(directory))
@@ -167,7 +172,7 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
         "benchmark": "overhead",
         "quick": values.quick,
         "parts": sorted(plan.parts),
-        "machine": {**machine, "load_average_after": os.getloadavg()},
+        "machine": {**facts, "load_average_after": os.getloadavg()},
         "compute": {"threads": plan.threads, **ledger.facts},
         "figures": [figure.as_json() for figure in figures],
         "num_targets_met": sum(judged),
@@ -179,10 +184,11 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _leaves(error: BaseException) -> Iterator[BaseException]:
+def leaves(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions in a group of groups."""
     if isinstance(error, BaseExceptionGroup):
         for each in error.exceptions:
-            yield from _leaves(each)
+            yield from leaves(each)
     else:
         yield error
 
@@ -191,9 +197,9 @@ def main(given: list[str] | None = None) -> int:
     values = _arguments(given)
     report = None
     try:
-        report = anyio.run(interruptible, values)
+        report = anyio.run(interrupted_by_signals, run, values)
     except* (BenchmarkError, runtime.TroupeError, TimeoutError) as group:
-        for error in _leaves(group):
+        for error in leaves(group):
             say(f"error: {type(error).__name__}: {error}")
     if report is None:
         return 1
