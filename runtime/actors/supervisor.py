@@ -1,4 +1,4 @@
-"""Which models have workers? Loads each name once however many ask, unloads, shares the cores, and routes commands.
+"""Which models have workers? Loads each name once however many ask, unloads, shares the machine, and routes commands.
 
 Implements the scheduler's `WorkerPort` without knowing the scheduler.
 """
@@ -15,7 +15,7 @@ from anyio.abc import TaskGroup
 
 from runtime.actors.lifecycle import WorkerState
 from runtime.actors.roles import Listener
-from runtime.actors.worker_actor import Launch, WorkerActor
+from runtime.actors.worker_actor import Launch, Share, WorkerActor
 from runtime.config import ModelSpec, Settings
 from runtime.errors import ModelLoadFailed, ModelNotLoaded, RuntimeClosed, TroupeError
 from runtime.protocol.commands import AnyCommand, Load
@@ -91,14 +91,14 @@ class Supervisor:
             launch=self._launch,
             listener=self._listener,
             settings=self._settings,
-            threads=self._threads,
+            share=self._share,
             clock=self._clock,
         )
         self._actors[actor.name] = actor
         self._waiting[actor] = 0
         self._listener.model_added(actor.name, spec.max_slots)
         self._group.start_soon(self._look_after, actor, name=f"worker of {spec.name}")
-        self._share_cores()
+        self._share_anew()
         return actor
 
     async def _look_after(self, actor: WorkerActor) -> None:
@@ -109,7 +109,7 @@ class Supervisor:
             self._waiting.pop(actor, None)
             if self._actors.get(actor.name) is actor and actor.facts is None:
                 del self._actors[actor.name]  # its first load failed: the name is free
-            self._share_cores()
+            self._share_anew()
 
     async def _await_first_load(self, actor: WorkerActor) -> None:
         self._waiting[actor] += 1
@@ -168,19 +168,20 @@ class Supervisor:
         for ending in list(self._ending):
             await ending.over.wait()
 
-    # -- the cores ------------------------------------------------------------------------------------------
+    # -- sharing the machine ----------------------------------------------------------------------------------
 
-    def _threads(self, spec: ModelSpec) -> int:
-        """Compute threads of one worker: all loaded models may be busy at once, and one core is left for everything else.
+    def _share(self, spec: ModelSpec) -> Share:
+        """What one worker may take: all loaded models may be busy at once, and one core is left for everything else.
 
         BLAS threads wait for each other by spinning: one core short, and each step takes ten times as long (ADR 7).
         """
-        num_live = sum(actor.state is not WorkerState.FAILED for actor in self._actors.values())
-        return spec.compute_threads or self._settings.compute_threads or max(1, (self._num_cores - 1) // max(1, num_live))
+        num_live = max(1, sum(actor.state is not WorkerState.FAILED for actor in self._actors.values()))
+        threads = spec.compute_threads or self._settings.compute_threads or max(1, (self._num_cores - 1) // num_live)
+        return Share(threads, (self._settings.prefix_memory_bytes or 0) // num_live)
 
-    def _share_cores(self) -> None:
+    def _share_anew(self) -> None:
         for actor in self._actors.values():
-            actor.configure_threads()
+            actor.configure()
 
     # -- routing (the scheduler's WorkerPort) ---------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 import anyio
 import msgspec
@@ -34,6 +35,13 @@ Launch = Callable[[ModelSpec, str, IncarnationNumber], Awaitable[tuple[Process, 
 """(spec, key, incarnation) → a started process and its open channel. :raises OSError: the process cannot be started."""
 
 
+class Share(NamedTuple):
+    """What a worker may take of the machine; see `Configure`."""
+
+    compute_threads: int
+    prefix_memory_bytes: int
+
+
 class _Question:
     """One command that somebody awaits the answer of. `answer` stays None when the worker ends before."""
 
@@ -54,7 +62,7 @@ class WorkerActor:
         launch: Launch,
         listener: Listener,
         settings: Settings,
-        threads: Callable[[ModelSpec], int],
+        share: Callable[[ModelSpec], Share],
         clock: Callable[[], float],
     ) -> None:
         self.spec = spec
@@ -71,8 +79,8 @@ class WorkerActor:
         self._launch = launch
         self._listener = listener
         self._settings = settings
-        self._threads = threads
-        self._sent_threads = 0
+        self._share = share
+        self._sent: Share | None = None
         self._clock = clock
         self._budget = RestartBudget()
         self._lifecycle = Lifecycle()
@@ -120,12 +128,12 @@ class WorkerActor:
         if self._incarnation is not None and self._incarnation.number == incarnation:
             self._incarnation.breach(what)
 
-    def configure_threads(self) -> None:
-        """Tell the worker its share of the cores, when that has changed."""
-        threads = self._threads(self.spec)
-        if threads != self._sent_threads and self._incarnation is not None and self._incarnation.is_ready:
-            self._sent_threads = threads
-            self._incarnation.send(Configure(threads))
+    def configure(self) -> None:
+        """Tell the worker its share of the machine, when that has changed."""
+        share = self._share(self.spec)
+        if share != self._sent and self._incarnation is not None and self._incarnation.is_ready:
+            self._sent = share
+            self._incarnation.send(Configure(*share))
 
     async def inspect(self) -> WorkerReport:
         """:raises ModelUnavailable: no process serves now, or it ended before it answered."""
@@ -246,8 +254,8 @@ class WorkerActor:
     # -- what the incarnation tells (its `Owner`) -----------------------------------------------------------
 
     def load_command(self) -> Load:
-        self._sent_threads = self._threads(self.spec)
-        return msgspec.structs.replace(self.load, compute_threads=self._sent_threads)
+        self._sent = self._share(self.spec)
+        return msgspec.structs.replace(self.load, **self._sent._asdict())
 
     def connected(self) -> None:
         self._move(WorkerState.CONNECTED)
@@ -261,7 +269,7 @@ class WorkerActor:
     def ready(self, event: Ready) -> None:
         self.facts = event.facts
         self._move(WorkerState.READY)
-        self.configure_threads()
+        self.configure()
         self._listener.worker_up(self.name, self._number, event.facts)
         self.settled.set()
 

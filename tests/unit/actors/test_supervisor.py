@@ -462,9 +462,24 @@ async def test_the_cores_are_shared_among_the_loaded_models_and_shared_anew_when
         command = await second.hear()
         assert isinstance(command, Load)
         assert command.compute_threads == 4
-        assert await first.hear() == Configure(4)
+        assert await first.hear() == Configure(4, 0)
         await it.supervisor.unload(ModelName("other"))
-        assert await first.hear() == Configure(8)
+        assert await first.hear() == Configure(8, 0)
+
+
+async def test_the_memory_for_prefixes_is_divided_evenly_among_the_live_models(directory: Path) -> None:
+    async with house(directory, num_cores=2, prefix_memory_bytes=1000) as it:
+        first = await it.load_ready()
+        command = await first.hear()
+        assert isinstance(command, Load)
+        assert (command.compute_threads, command.prefix_memory_bytes) == (1, 1000)
+        second = await it.load_ready(ModelSpec("other", kind="fake", fake=FakeScript()))
+        command = await second.hear()
+        assert isinstance(command, Load)
+        assert command.prefix_memory_bytes == 500
+        assert await first.hear() == Configure(1, 500)
+        await it.supervisor.unload(ModelName("other"))
+        assert await first.hear() == Configure(1, 1000)
 
 
 async def test_a_spec_fixes_its_own_number_of_threads(directory: Path) -> None:
