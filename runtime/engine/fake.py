@@ -20,7 +20,7 @@ from runtime.engine import fake_draw
 from runtime.engine.engine import Loaded, LoadError, Progress, RowError, RowResult, RowStep
 from runtime.engine.fake_faults import Faults, print_garbage
 from runtime.engine.fake_text import EOS, EOS_IDS, VOCABULARY_SIZE, FakeTokenizer
-from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, check_part
+from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, cut_part
 from runtime.protocol.commands import FakeScript, Fault, Load, Sampling
 from runtime.protocol.events import Capabilities, ModelFacts, TokenLogprob
 from runtime.protocol.ids import SequenceId
@@ -185,9 +185,8 @@ class FakeEngine:
         array = PrefixArray(field.layer, field.name, field.dtype, field.shape_in(start, end), data)
         return Export(PrefixPart(start, end, (array,)))
 
-    def adopt(self, part: PrefixPart) -> PrefixPart:
-        check_part(LAYOUT, part)
-        return part
+    def adopt(self, part: PrefixPart, start: int | None = None, end: int | None = None) -> PrefixPart:
+        return cut_part(LAYOUT, part, start, end)
 
     def restore(self, sequence: SequenceId, parts: Sequence[PrefixPart]) -> None:
         row = self._row(sequence)

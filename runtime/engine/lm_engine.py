@@ -138,8 +138,8 @@ class LmEngine:
     def export(self, sequence: SequenceId, start: int, end: int) -> Export:
         return self._prefixes.export(self._row(sequence), start, end)
 
-    def adopt(self, part: PrefixPart) -> PrefixPart:
-        return self._prefixes.adopt(part)
+    def adopt(self, part: PrefixPart, start: int | None = None, end: int | None = None) -> PrefixPart:
+        return self._prefixes.adopt(part, start, end)
 
     def restore(self, sequence: SequenceId, parts: Sequence[PrefixPart]) -> None:
         self._prefixes.restore(self._row(sequence), parts)

@@ -16,7 +16,7 @@ import numpy as np
 from runtime.engine.batch import RaggedBatch
 from runtime.engine.engine import RowError
 from runtime.engine.layers import Kind, flattened
-from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, check_part
+from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, cut_part
 from runtime.engine.ragged_cache import RaggedKV
 from runtime.engine.rows import Row
 
@@ -78,9 +78,9 @@ class Prefixes:
             raise RowError("invalid_request", f"sequence {row.sequence} has computed nothing yet that could be exported")
         return exported(row.batch, row, layout, start, end)
 
-    def adopt(self, part: PrefixPart) -> PrefixPart:
-        """The copy from bytes, which `restore` then need not make."""
-        check_part(self._proved_layout(), part)
+    def adopt(self, part: PrefixPart, start: int | None = None, end: int | None = None) -> PrefixPart:
+        """The copy from bytes, which `restore` then need not make. Cutting builds no operation of MLX: those belong to a thread."""
+        part = cut_part(self._proved_layout(), part, start, end)
         return replace(part, arrays=tuple(replace(array, data=_of_bytes(array.data)) for array in part.arrays))
 
     def restore(self, row: Row, parts: Sequence[PrefixPart]) -> None:

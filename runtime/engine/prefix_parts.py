@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from runtime.engine.engine import RowError
@@ -143,6 +143,41 @@ def check_part(layout: PrefixLayout, part: PrefixPart) -> dict[tuple[int, str], 
         if field.span == "tokens" and key not in found:
             raise RowError("invalid_request", f"{where} lacks {field.name} of layer {field.layer}")
     return found
+
+
+def cut_part(layout: PrefixLayout, part: PrefixPart, start: int | None, end: int | None) -> PrefixPart:
+    """The checked part, or the positions [start, end) of it (None: from or to its own end), copied out on any thread.
+
+    Checkpoints hold at the part's own end only, so they stay out of one that ends before.
+
+    :raises RowError: "invalid_request": this is no part of a sequence of this model, or does not hold these positions.
+    """
+    contents = check_part(layout, part)
+    start, end = part.start if start is None else start, part.end if end is None else end
+    if (start, end) == (part.start, part.end):
+        return part
+    if not part.start <= start < end <= part.end:
+        raise RowError("invalid_request", f"part [{part.start}, {part.end}) does not hold the positions [{start}, {end})")
+    arrays: list[PrefixArray] = []
+    for field in layout.fields:
+        array = contents.get((field.layer, field.name))
+        if array is not None and field.span == "tokens":
+            shape = field.shape_in(start, end)
+            arrays.append(replace(array, shape=shape, data=_cut(array, start - part.start, end - part.start)))
+        elif array is not None and end == part.end:
+            arrays.append(array)
+    return PrefixPart(start, end, tuple(arrays))
+
+
+def _cut(array: PrefixArray, first: int, last: int) -> bytes:
+    """The positions [first, last) of each head, counted from the part's start."""
+    heads, num_positions, _ = array.shape
+    view = array.buffer()
+    head_bytes = len(view) // heads
+    position_bytes = head_bytes // num_positions
+    return b"".join(
+        view[head * head_bytes + first * position_bytes : head * head_bytes + last * position_bytes] for head in range(heads)
+    )
 
 
 def check_chain(layout: PrefixLayout, parts: Sequence[PrefixPart], context_length: int) -> list[dict[tuple[int, str], PrefixArray]]:

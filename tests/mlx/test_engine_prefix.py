@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 
 from runtime.engine.engine import Engine, RowError, RowStep
@@ -282,6 +283,53 @@ def test_reading_and_adopting_work_on_another_thread_while_steps_run(tiny: MakeT
         add(engine, fork)
         engine.restore(sequence, brought)
         assert [token for token, _ in finish(engine, fork)] == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_part_cut_serves_as_the_part_exported_of_these_positions(tiny: MakeTiny, family: str) -> None:
+    """From bytes and from the engine's arrays, on this thread and on another, at places that are no block's edge."""
+    engine = load_engine(tiny(family)).engine
+    layout = engine.layout()
+    assert layout is not None
+    one = guest(A, 40, PENALISED)
+    (whole,) = computed(engine, one, [32])
+    cold = finish(engine, one)
+    for source in (whole, as_from_file(whole)):
+        here = [engine.adopt(source, 0, 11), engine.adopt(source, start=11)]
+        elsewhere: list[PrefixPart] = []
+        thread = threading.Thread(target=lambda source=source, made=elsewhere: made.append(engine.adopt(source, 11, 32)))
+        thread.start()
+        thread.join(30)
+        tails = [as_from_file(part) for part in (here[1], *elsewhere)]
+        assert tails[0] == tails[1]
+        assert here[1].start == 11
+        assert sum(array.num_bytes for array in here[1].arrays) == layout.num_bytes_in(11, 32)
+        for tail in (here[1], *elsewhere):
+            add(engine, one)
+            engine.restore(A, [here[0], tail])
+            assert finish(engine, one) == cold
+    if layout.has_checkpoints:
+        add(engine, one)
+        with pytest.raises(RowError, match="lacks the checkpoint"):
+            engine.restore(A, [engine.adopt(whole, 0, 24)])
+    else:
+        add(engine, one)
+        engine.restore(A, [engine.adopt(whole, 0, 29)])
+        assert finish(engine, one) == cold
+
+
+def test_a_part_that_was_cut_keeps_nothing_of_what_was_cut_away_alive(tiny: MakeTiny) -> None:
+    engine = load_engine(tiny("llama")).engine
+    (whole,) = computed(engine, guest(A, 40), [32])
+    cut = engine.adopt(whole, 8, 24)
+    before = [bytes(array.buffer()) for array in cut.arrays]
+    heads = [np.frombuffer(array.buffer(), np.uint8).reshape(2, 32, -1)[:, 8:24] for array in whole.arrays]
+    assert before == [head.tobytes() for head in heads]
+    assert not any(
+        np.shares_memory(np.frombuffer(mine.buffer(), np.uint8), np.frombuffer(theirs.buffer(), np.uint8))
+        for mine in cut.arrays
+        for theirs in whole.arrays
+    )
 
 
 # -- at random -----------------------------------------------------------------------------------------------------------

@@ -53,6 +53,29 @@ def test_restored_in_any_parts_it_says_what_it_says_cold(ends: list[int]) -> Non
     assert tokens_after(PROMPT, parts_of(PROMPT, *ends)) == testing.expected_tokens(PROMPT, max_tokens=12, sampling=WARM)
 
 
+@given(st.integers(0, 39), st.integers(1, 40))
+def test_a_part_cut_to_some_positions_is_the_part_exported_of_these(start: int, end: int) -> None:
+    made = engine()
+    (whole,) = parts_of(PROMPT, 40)
+    if start < end:
+        cut = made.adopt(whole, start, end)
+        assert cut == parts_of(PROMPT, *([start] if start else []), end)[-1]
+        assert cut.arrays[0].data is not whole.arrays[0].data or (start, end) == (0, 40)
+        assert made.adopt(whole, end=end) == made.adopt(whole, 0, end)
+        assert made.adopt(whole, start) == made.adopt(whole, start, 40)
+    else:
+        with pytest.raises(RowError, match="does not hold the positions"):
+            made.adopt(whole, start, end)
+
+
+@pytest.mark.parametrize(("start", "end"), [(7, 20), (8, 25), (12, 12), (20, 12), (30, 40)])
+def test_positions_outside_of_a_part_are_refused(start: int, end: int) -> None:
+    part = parts_of(PROMPT, 8, 24)[1]
+    with pytest.raises(RowError, match=rf"\[8, 24\) does not hold the positions \[{start}, {end}\)") as caught:
+        engine().adopt(part, start, end)
+    assert caught.value.code == "invalid_request"
+
+
 def test_a_part_of_another_context_shows_in_the_tokens() -> None:
     """Also in the middle of a chain, also when its own tokens are the same and only those before it differ."""
     right = parts_of(PROMPT, 8, 16, 24)
