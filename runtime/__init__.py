@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         AdmissionError,
         ContextTooLong,
         DeadlineExceeded,
+        EraseFailed,
         ExitReport,
         FetchFailed,
         GenerationFailed,
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
         WorkerError,
         WorkerUnresponsive,
     )
+    from runtime.handle import PrefixHandle
     from runtime.host import Runtime
-    from runtime.info import ModelInfo, ModelState, RuntimeStats, WorkerStats
+    from runtime.info import Erasure, ModelInfo, ModelState, RuntimeStats, WorkerStats
     from runtime.options import GenerateOptions, PromptOptions
+    from runtime.prefill_options import PrefillOptions
     from runtime.protocol.events import Capabilities, ModelFacts, TokenLogprob, WorkerReport
     from runtime.scheduler.request import Timings
     from runtime.scheduler.stats import ModelStats, SchedulerStats, TenantStats
@@ -64,6 +67,7 @@ _HOMES = {
         "AdmissionError",
         "ContextTooLong",
         "DeadlineExceeded",
+        "EraseFailed",
         "ExitReport",
         "FetchFailed",
         "GenerationFailed",
@@ -83,9 +87,11 @@ _HOMES = {
         "WorkerError",
         "WorkerUnresponsive",
     ),
+    "handle": ("PrefixHandle",),
     "host": ("Runtime",),
-    "info": ("ModelInfo", "ModelState", "RuntimeStats", "WorkerStats"),
+    "info": ("Erasure", "ModelInfo", "ModelState", "RuntimeStats", "WorkerStats"),
     "options": ("GenerateOptions", "PromptOptions"),
+    "prefill_options": ("PrefillOptions",),
     "protocol.events": ("Capabilities", "ModelFacts", "TokenLogprob", "WorkerReport"),
     "scheduler.request": ("Timings",),
     "scheduler.stats": ("ModelStats", "SchedulerStats", "TenantStats"),
@@ -99,6 +105,8 @@ __all__ = [
     "Completion",
     "ContextTooLong",
     "DeadlineExceeded",
+    "EraseFailed",
+    "Erasure",
     "ExitReport",
     "FetchFailed",
     "Finished",
@@ -117,6 +125,8 @@ __all__ = [
     "ModelStats",
     "ModelUnavailable",
     "Overloaded",
+    "PrefillOptions",
+    "PrefixHandle",
     "PromptOptions",
     "ProtocolMismatch",
     "RequestEnded",

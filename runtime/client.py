@@ -7,14 +7,16 @@ from typing import Protocol, Self, Unpack
 
 from runtime.completion import Completion, Finished, StreamEvent, TextDelta, assemble
 from runtime.errors import InvalidRequest, shown
+from runtime.handle import PrefixHandle, Releaser, require_continuation
 from runtime.options import GenerateOptions, ValidOptions, validate
+from runtime.prefill_options import PrefillOptions, validate_prefill
 from runtime.protocol.ids import TenantId
 from runtime.scheduler.request import Outcome, Piece
 from runtime.scheduler.stream import TokenStream
 
 
-class Desk(Protocol):
-    """Where a tenant hands in its requests."""
+class Desk(Releaser, Protocol):
+    """Where a tenant hands in its requests, and gives back what they pinned."""
 
     def submit(self, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> TokenStream:
         """:raises TroupeError: it was refused; nothing is left behind."""
@@ -52,6 +54,35 @@ class Tenant:
         """
         return Stream(self._desk, self.name, model, validate(options), windowed=True)
 
+    async def prefill(self, model: str, **options: Unpack[PrefillOptions]) -> PrefixHandle:
+        """Compute a prompt ahead of use and keep it until the handle is released. Nothing is generated.
+
+        options: exactly one of prompt, tokens and messages; boundaries, extend and others: see `PrefillOptions`. A chat is rendered
+        as if a reply came next: later requests share the messages, not the few tokens with which the template opens the reply.
+        Cancelling the call keeps nothing pinned.
+
+        :raises InvalidRequest: an option at fault, before anything is sent; or, of `extend`, messages that do not begin with the
+        handle's tokens, once they have been rendered. :raises TroupeError: see `runtime.errors`.
+        """
+        _require_model(model)
+        valid = validate_prefill(model, options)
+        stream = self._desk.submit(self.name, model, valid, windowed=False)
+        is_kept = False
+        try:
+            outcome = await stream.wait()
+            if outcome.error is not None:
+                raise outcome.error.fresh()
+            extended = options.get("extend")
+            if extended is not None:
+                require_continuation(outcome.prompt_tokens, extended.tokens)
+            handle = PrefixHandle(self._desk, stream.request.id, model, outcome, valid.boundaries)
+            is_kept = True
+            return handle
+        finally:
+            stream.cancel()
+            if not is_kept:
+                self._desk.release_prefix(stream.request.id)
+
 
 class Stream:
     """One answer under way. Leaving its `async with` by any door ends the computation.
@@ -60,8 +91,7 @@ class Stream:
     """
 
     def __init__(self, desk: Desk, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> None:
-        if not isinstance(model, str) or not model:
-            raise InvalidRequest("model", f"got {shown(model)}; allowed: the name of a loaded model")
+        _require_model(model)
         self._desk = desk
         self._tenant = tenant
         self._model = model
@@ -125,3 +155,8 @@ class Stream:
             raise error
         seed, warnings = self._options.sampling.seed, self._options.warnings
         return assemble(self._model, source.sequences, outcome, seed=seed, warnings=warnings)
+
+
+def _require_model(model: object) -> None:
+    if not isinstance(model, str) or not model:
+        raise InvalidRequest("model", f"got {shown(model)}; allowed: the name of a loaded model")

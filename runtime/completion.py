@@ -77,6 +77,7 @@ def assemble(
     """The completion of a request that ended without an error."""
 
     def one(sequence: SequenceResult, alternatives: tuple[Completion, ...]) -> Completion:
+        cached = outcome.cached_tokens[sequence.number] if sequence.number < len(outcome.cached_tokens) else 0
         return Completion(
             model=model,
             text=sequence.text,
@@ -84,7 +85,7 @@ def assemble(
             finish_reason=sequence.finish or "cancelled",
             matched_stop=sequence.matched_stop,
             logprobs=tuple(sequence.logprobs),
-            usage=Usage(prompt_tokens=len(outcome.prompt_tokens), completion_tokens=len(sequence.token_ids)),
+            usage=Usage(len(outcome.prompt_tokens), len(sequence.token_ids), cached),
             timings=outcome.timings,
             seed=seed,
             fingerprint=outcome.fingerprint,

@@ -8,11 +8,14 @@ from contextlib import contextmanager
 
 import anyio
 
-from runtime.errors import ModelNotLoaded, RuntimeClosed
+from runtime.errors import InvalidRequest, ModelNotLoaded, RuntimeClosed
 from runtime.options import ValidOptions
-from runtime.protocol.ids import ModelName, TenantId
+from runtime.prefix.hashing import Scope, shared_scope
+from runtime.prefix.keys import Keyring
+from runtime.protocol.ids import ModelName, RequestId, TenantId
 from runtime.scheduler.request import Outcome, Request
 from runtime.scheduler.scheduler import Scheduler
+from runtime.scheduler.stimuli import ReleasePrefix
 from runtime.scheduler.stream import TokenStream
 from runtime.watch import RequestEnded, RequestQueued, WatchHub
 
@@ -20,9 +23,11 @@ from runtime.watch import RequestEnded, RequestQueued, WatchHub
 class RequestDesk:
     """The `Desk` of a Runtime's own tenants. `is_open` turns False when the Runtime closes."""
 
-    def __init__(self, scheduler: Scheduler, watchers: WatchHub) -> None:
+    def __init__(self, scheduler: Scheduler, watchers: WatchHub, keyring: Keyring) -> None:
         self.is_open = True
         self._scheduler = scheduler
+        self._keyring = keyring
+        self._sharing: set[TenantId] = set()
         self._watchers = watchers
         self._num_refusing: Counter[ModelName] = Counter()
         self._num_open: Counter[ModelName] = Counter()
@@ -48,11 +53,39 @@ class RequestDesk:
             priority=options.priority,
             deadline_seconds=options.deadline_seconds,
             windowed=windowed,
+            scope=self._scope(tenant, options),
+            keeps_prefix=options.cache == "on",
+            prefill_only=options.prefill_only,
+            boundaries=options.boundaries,
         )
         stream = self._scheduler.submit(request)
         self._num_open[name] += 1
         self._watchers.publish(RequestQueued(model, tenant, request.id))
         return stream
+
+    def set_may_share(self, tenant: TenantId, may_share: bool) -> None:
+        (self._sharing.add if may_share else self._sharing.discard)(tenant)
+
+    def release_prefix(self, request: RequestId) -> None:
+        self._scheduler.offer(ReleasePrefix(request))
+
+    def _scope(self, tenant: TenantId, options: ValidOptions) -> Scope | None:
+        """:raises InvalidRequest: the tenant may not share."""
+        if options.cache_scope == "shared":
+            if tenant not in self._sharing:
+                raise InvalidRequest(
+                    "cache_scope",
+                    f"got 'shared', which tenant {tenant!r} may not use; allowed: 'tenant', or 'shared' once the app has set "
+                    f"rt.tenant({tenant!r}, TenantSpec(may_share=True))",
+                )
+            return None if options.cache == "off" else shared_scope()
+        match options.cache:
+            case "on":
+                return self._keyring.scope(tenant)
+            case "read-only":
+                return self._keyring.find(tenant)
+            case "off":
+                return None
 
     def _ended(self, request: Request, outcome: Outcome) -> None:
         self._num_open[request.model] -= 1

@@ -18,6 +18,7 @@
     │   ├── WorkerUnresponsive  the worker missed a deadline and was ended
     │   └── ProtocolMismatch    the worker speaks another protocol version
     ├── FetchFailed             a model could not be fetched or converted
+    ├── EraseFailed             a tenant's key could not be removed (names its file)
     ├── RunDirectoryError       no directory can hold the workers' sockets (names what was tried)
     └── RuntimeClosed           the Runtime is closing or closed
 
@@ -204,6 +205,19 @@ class FetchFailed(TroupeError):
         super().__init__(f"fetching {name!r}: {message}")
         self.name = name
         self.reason = reason
+
+
+class EraseFailed(TroupeError):
+    """Nothing has been erased. `path`: of the tenant's key."""
+
+    code = "erase_failed"
+
+    def __init__(self, tenant: str, path: str, message: str) -> None:
+        super().__init__(
+            f"erasing tenant {tenant!r}: its key {path!r} cannot be removed: {message}; remove that file and erase again"
+        )
+        self.tenant = tenant
+        self.path = path
 
 
 class RunDirectoryError(TroupeError):

@@ -2,51 +2,39 @@
 
 from __future__ import annotations
 
-import logging
-from functools import cache
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Literal, Self, Unpack
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from runtime import store
 from runtime.actors.launch import Launcher
-from runtime.actors.lifecycle import WorkerState
 from runtime.actors.rundir import RunDirectory
 from runtime.actors.supervisor import Supervisor
-from runtime.actors.worker_actor import WorkerActor
+from runtime.allowance import prefix_root, settled
 from runtime.client import Tenant
 from runtime.config import ModelSpec, Settings, TenantSpec
 from runtime.desk import RequestDesk
-from runtime.errors import ExitReport, InvalidRequest, RuntimeClosed, TroupeError, shown
-from runtime.info import ModelInfo, ModelState, RuntimeStats, WorkerStats
+from runtime.errors import InvalidRequest, RuntimeClosed, shown
+from runtime.info import Erasure, ModelInfo, RuntimeStats
+from runtime.librarian import Librarian
+from runtime.listening import Listening, log
 from runtime.locate import Location, locate
 from runtime.options import PromptOptions, validate_prompt
+from runtime.prefix.keys import Keyring
 from runtime.protocol.commands import Load
-from runtime.protocol.events import AnyEvent, Capabilities, Loading, ModelFacts, Refused, WorkerReport
-from runtime.protocol.ids import Incarnation, ModelName, TenantId
+from runtime.protocol.events import Capabilities, Refused, WorkerReport
+from runtime.protocol.ids import ModelName, TenantId
 from runtime.scheduler.scheduler import Scheduler
-from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, TenantSet, WorkerLost, WorkerSaid, WorkerUp
-from runtime.watch import LoadProgress, ModelStateChanged, Watch, WatchHub, WorkerDied
+from runtime.scheduler.stimuli import Stimulus, TenantSet
+from runtime.snapshots import model_info, worker_stats
+from runtime.watch import Watch, WatchHub
 
 MAX_TENANT_NAME_CHARACTERS = 128
-
-
-@cache
-def _log() -> Any:
-    """structlog, imported at the first line logged: a healthy run logs nothing, and an app opens a tenth of a second sooner.
-
-    By way of the standard library: an app that configured nothing sees warnings on stderr and nothing on stdout.
-    """
-    import structlog
-
-    return structlog.wrap_logger(
-        logging.getLogger("runtime"),
-        processors=[structlog.stdlib.filter_by_level, structlog.processors.KeyValueRenderer(key_order=["event"])],
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
 
 
 class Runtime:
@@ -54,7 +42,8 @@ class Runtime:
 
     Enter and leave it in one task; in between use it from any task of the same event loop. Several may be open at once.
     Leaving, also by an exception or a cancellation, ends all requests with `RuntimeClosed`, all workers within the shutdown
-    ladder's bound, and removes every file it made. It installs no signal handler and changes no limit of the host.
+    ladder's bound, and removes every file it made but for prefixes under `Settings.home`. It installs no signal handler and changes
+    no limit of the host. `settings`: as given; once it is open, with numbers for what was left to the machine.
     """
 
     def __init__(self, settings: Settings | None = None) -> None:
@@ -68,6 +57,7 @@ class Runtime:
         self._directory: RunDirectory
         self._scheduler: Scheduler
         self._supervisor: Supervisor
+        self._librarian: Librarian
         self._desk: RequestDesk
 
     # -- lifetime -------------------------------------------------------------------------------------------
@@ -77,18 +67,40 @@ class Runtime:
         if self._phase != "new":
             raise RuntimeClosed
         self._phase = "closed"  # until all is there
+        root = prefix_root(self.settings)
+        self.settings = await anyio.to_thread.run_sync(settled, self.settings, root)
         self._directory = await RunDirectory.make()
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
-        ports = _Ports(self._watchers)
+        listening = Listening(self._watchers)
         launch = Launcher(self._group, self._directory.path, self.settings)
-        self._supervisor = ports.supervisor = Supervisor(self._group, launch, ports, self.settings)
-        self._scheduler = ports.scheduler = Scheduler(self._supervisor, self.settings)
-        self._desk = RequestDesk(self._scheduler, self._watchers)
+        self._supervisor = Supervisor(self._group, launch, listening, self.settings)
+        keyring = self._open_library(root)
+        self._scheduler = listening.scheduler = Scheduler(self._supervisor, self.settings)
+        self._desk = RequestDesk(self._scheduler, self._watchers, keyring)
         self._timer_stopped = anyio.Event()
         self._group.start_soon(self._run_timer, name="scheduler timer")
+        self._group.start_soon(self._librarian.run, name="librarian")
         self._phase = "open"
         return self
+
+    def _open_library(self, root: Path | None) -> Keyring:
+        """The librarian, and the keys that it and the desk use."""
+        has_files = bool(self.settings.prefix_disk_bytes)
+        self._prefix_root = str(root) if has_files else None
+        keyring = Keyring(root if has_files else None)
+        self._librarian = Librarian(
+            root,
+            keyring,
+            is_active=has_files,
+            offer=self._offer,
+            has_models=lambda: bool(self._supervisor.actors()),
+            report=lambda error: log().warning("prefix files: a defect", error=repr(error)),
+        )
+        return keyring
+
+    def _offer(self, stimulus: Stimulus) -> None:
+        self._scheduler.offer(stimulus)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # The body's exception is not given to the task group, which would wrap it; a crash of ours has cancelled it already.
@@ -107,6 +119,7 @@ class Runtime:
         self._watchers.close()
         self._group.cancel_scope.cancel()
         await self._timer_stopped.wait()
+        await self._librarian.over.wait()
         await self._directory.close()
         await anyio.lowlevel.checkpoint()
 
@@ -147,8 +160,11 @@ class Runtime:
             prefill_chunk_tokens=self.settings.prefill_chunk_tokens,
             trust_remote_code=spec.trust_remote_code,
             fake=spec.fake,
+            prefix_root=self._prefix_root,
         )
-        return _model_info(await self._supervisor.load(spec, load))
+        actor = await self._supervisor.load(spec, load)
+        await self._librarian.first_scan()
+        return model_info(actor)
 
     async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
         """End a model, also while it loads; returns when its process is gone. Unloading again is harmless.
@@ -169,7 +185,7 @@ class Runtime:
     def models(self) -> list[ModelInfo]:
         """In the order of their loads; also those still loading, restarting or failed."""
         self._require_open()
-        return [_model_info(actor) for actor in self._supervisor.actors()]
+        return [model_info(actor) for actor in self._supervisor.actors()]
 
     def capabilities(self, name: str) -> Capabilities:
         """What the load-time self-test proved for this model. :raises ModelNotLoaded: also while it is loading."""
@@ -201,20 +217,30 @@ class Runtime:
         :raises InvalidRequest: the name is not a string of 1 to 128 characters, or the spec none.
         """
         self._require_open()
-        if not isinstance(name, str) or not 1 <= len(name) <= MAX_TENANT_NAME_CHARACTERS:
-            raise InvalidRequest("tenant", f"got {shown(name)}; allowed: a string of 1 to {MAX_TENANT_NAME_CHARACTERS} characters")
+        key = _tenant_id(name)
         if spec is not None and not isinstance(spec, TenantSpec):
             raise InvalidRequest("spec", f"got {shown(spec)}; allowed: a TenantSpec")
-        key = TenantId(name)
         if spec is not None or key not in self._tenants:
             self._scheduler.offer(TenantSet(key, spec or TenantSpec()))
+            self._desk.set_may_share(key, spec is not None and spec.may_share)
         if key not in self._tenants:
             self._tenants[key] = Tenant(key, self._desk)
         return self._tenants[key]
 
+    async def erase_tenant(self, name: str) -> Erasure:
+        """Destroy a tenant's prefixes in memory and files, whoever computed them, and the key without which nobody knows whose any
+        were. Its running requests go on; it stays usable, with a new key. Also for a tenant that this process never saw.
+
+        Prefixes in the scope "shared" are nobody's own and stay. Done whole once begun, also when the call is cancelled.
+
+        :raises EraseFailed: its key cannot be removed; nothing has been erased. :raises InvalidRequest: no tenant's name.
+        """
+        self._require_open()
+        return Erasure(await self._librarian.erase(_tenant_id(name)))
+
     def stats(self) -> RuntimeStats:
         self._require_open()
-        return RuntimeStats(self._scheduler.stats(), tuple(_worker_stats(actor) for actor in self._supervisor.actors()))
+        return RuntimeStats(self._scheduler.stats(), tuple(worker_stats(actor) for actor in self._supervisor.actors()))
 
     def watch(self) -> Watch:
         """`async with rt.watch() as events: async for event in events: …`; ends when the Runtime closes."""
@@ -222,81 +248,7 @@ class Runtime:
         return Watch(self._watchers)
 
 
-class _Ports:
-    """The actors' `Listener`: turns what they tell into the scheduler's stimuli and the watchers' events."""
-
-    scheduler: Scheduler
-    supervisor: Supervisor
-
-    def __init__(self, watchers: WatchHub) -> None:
-        self._watchers = watchers
-
-    def model_added(self, model: ModelName, max_slots: int) -> None:
-        self.scheduler.offer(ModelAdded(model, max_slots))
-
-    def worker_up(self, model: ModelName, incarnation: Incarnation, facts: ModelFacts) -> None:
-        for note in facts.capabilities.notes:
-            _log().warning("model runs without a capability", model=model, note=note)
-        self.scheduler.offer(WorkerUp(model, incarnation, facts))
-
-    def worker_said(self, model: ModelName, incarnation: Incarnation, event: AnyEvent) -> None:
-        self.scheduler.offer(WorkerSaid(model, incarnation, event))
-
-    def worker_lost(
-        self, model: ModelName, incarnation: Incarnation, error: TroupeError, report: ExitReport, restarting: bool
-    ) -> None:
-        _log().warning("worker lost", model=model, incarnation=incarnation, error=str(error), restarting=restarting)
-        self.scheduler.offer(WorkerLost(model, incarnation, error, report, restarting))
-        self._watchers.publish(WorkerDied(model, report, restarting))
-
-    def model_removed(self, model: ModelName, error: TroupeError) -> None:
-        self.scheduler.offer(ModelRemoved(model, error))
-
-    def worker_moved(
-        self, model: ModelName, left: WorkerState | None, now: WorkerState, incarnation: Incarnation, pid: int | None
-    ) -> None:
-        previous = _state(left) if left is not None else None
-        self._watchers.publish(ModelStateChanged(model, _state(now), previous, incarnation, pid))
-
-    def load_progress(self, model: ModelName, progress: Loading) -> None:
-        self._watchers.publish(LoadProgress(model, progress.stage, progress.done, progress.total))
-
-
-def _state(state: WorkerState) -> ModelState:
-    return state.value
-
-
-def _model_info(actor: WorkerActor) -> ModelInfo:
-    facts, beat = actor.facts, actor.last_beat
-    return ModelInfo(
-        name=actor.spec.name,
-        state=_state(actor.state),
-        pid=actor.pid,
-        incarnation=actor.incarnation,
-        restarts=actor.num_restarts,
-        path=actor.load.path,
-        memory_bytes=beat.resident_bytes if beat is not None else 0,
-        kind=facts.kind if facts is not None else None,
-        model_type=facts.model_type if facts is not None else None,
-        fingerprint=facts.fingerprint if facts is not None else None,
-        context_length=facts.context_length if facts is not None else None,
-        vocabulary_size=facts.vocabulary_size if facts is not None else None,
-        weights_bytes=facts.weights_bytes if facts is not None else None,
-        load_seconds=facts.load_seconds if facts is not None else None,
-        blas=facts.blas if facts is not None else None,
-        facts=facts,
-    )
-
-
-def _worker_stats(actor: WorkerActor) -> WorkerStats:
-    beat = actor.last_beat
-    return WorkerStats(
-        model=actor.spec.name,
-        state=_state(actor.state),
-        phase=beat.phase if beat is not None else None,
-        steps=beat.step if beat is not None else 0,
-        active_bytes=beat.active_bytes if beat is not None else 0,
-        resident_bytes=beat.resident_bytes if beat is not None else 0,
-        restarts=actor.num_restarts,
-        malformed_frames=actor.num_malformed,
-    )
+def _tenant_id(name: object) -> TenantId:
+    if not isinstance(name, str) or not 1 <= len(name) <= MAX_TENANT_NAME_CHARACTERS:
+        raise InvalidRequest("tenant", f"got {shown(name)}; allowed: a string of 1 to {MAX_TENANT_NAME_CHARACTERS} characters")
+    return TenantId(name)

@@ -59,3 +59,10 @@ class RuntimeStats:
 
     scheduler: SchedulerStats
     workers: tuple[WorkerStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """What `Runtime.erase_tenant` did. num_files: prefix files deleted, of all models."""
+
+    num_files: int

@@ -10,7 +10,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 from runtime.errors import InvalidRequest, shown
 from runtime.prompts import checked_text, checked_token, make_prompt, whole_number
@@ -20,6 +20,14 @@ from runtime.protocol.tokens import TokenIds
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1000
 MAX_LOGIT_BIASES = 1024
+
+Cache = Literal["on", "read-only", "off"]
+CacheScope = Literal["tenant", "shared"]
+Priority = Literal["interactive", "background"]
+PRIORITIES: tuple[Priority, ...] = ("interactive", "background")
+CACHES: tuple[Cache, ...] = ("on", "read-only", "off")
+CACHE_SCOPES: tuple[CacheScope, ...] = ("tenant", "shared")
+_Word = TypeVar("_Word", bound=str)
 
 
 class PromptOptions(TypedDict, total=False):
@@ -49,6 +57,8 @@ class GenerateOptions(PromptOptions, total=False):
     logprobs: None, or how many alternatives to report beside each chosen token, up to 20.
     ignore_eos: go on past the model's end token. priority: "interactive" or "background".
     deadline_seconds: from submission to the end, else `DeadlineExceeded`.
+    cache: "on", the default, restores what is kept of a prompt's beginning and keeps what is computed; "read-only" keeps nothing;
+    "off" neither finds nor keeps. cache_scope: who shares it, "tenant" or, if `TenantSpec.may_share`, "shared".
 
     What is out of its range is an `InvalidRequest` that names the range.
     """
@@ -67,8 +77,10 @@ class GenerateOptions(PromptOptions, total=False):
     n: int
     logprobs: int | None
     ignore_eos: bool
-    priority: Literal["interactive", "background"]
+    priority: Priority
     deadline_seconds: float | None
+    cache: Cache
+    cache_scope: CacheScope
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,10 @@ PROMPT_OPTIONS = tuple(sorted(PromptOptions.__optional_keys__))
 
 @dataclass(frozen=True, slots=True)
 class ValidOptions:
-    """What a request needs, all within its ranges. `warnings`: what was ignored, for the completion."""
+    """What a request needs, all within its ranges. `warnings`: what was ignored, for the completion.
+
+    prefill_only, boundaries: see `Request`.
+    """
 
     prompt: Prompt
     sampling: Sampling
@@ -128,14 +143,18 @@ class ValidOptions:
     stop: tuple[str, ...]
     ignore_eos: bool
     num_sequences: int
-    priority: Literal["interactive", "background"]
+    priority: Priority
     deadline_seconds: float | None
     warnings: tuple[str, ...]
+    cache: Cache = "on"
+    cache_scope: CacheScope = "tenant"
+    prefill_only: bool = False
+    boundaries: tuple[int, ...] = ()
 
 
 def validate(options: Mapping[str, Any]) -> ValidOptions:
     """:raises InvalidRequest: names the first option at fault and what is allowed."""
-    _require_known(options, ALLOWED_OPTIONS)
+    require_known(options, ALLOWED_OPTIONS)
     numbers = {name: allowed.check(name, options.get(name, allowed.default)) for name, allowed in RANGES.items()}
     stop, warnings = _stop(options.get("stop", ()))
     seed, logprobs = numbers["seed"], numbers["logprobs"]
@@ -159,19 +178,22 @@ def validate(options: Mapping[str, Any]) -> ValidOptions:
         stop=stop,
         ignore_eos=_boolean("ignore_eos", options.get("ignore_eos", False)),
         num_sequences=cast(int, numbers["n"]),
-        priority=_priority(options.get("priority", "interactive")),
+        priority=one_of("priority", options.get("priority", "interactive"), PRIORITIES),
         deadline_seconds=numbers["deadline_seconds"],
         warnings=warnings,
+        cache=one_of("cache", options.get("cache", "on"), CACHES),
+        cache_scope=one_of("cache_scope", options.get("cache_scope", "tenant"), CACHE_SCOPES),
     )
 
 
 def validate_prompt(options: Mapping[str, Any]) -> Prompt:
     """The prompt alone. :raises InvalidRequest: as `validate`."""
-    _require_known(options, PROMPT_OPTIONS)
+    require_known(options, PROMPT_OPTIONS)
     return make_prompt(options)
 
 
-def _require_known(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+def require_known(options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """:raises InvalidRequest: names the first that is not allowed."""
     for name in options:
         if name not in allowed:
             raise InvalidRequest(name, f"unknown option; allowed: {', '.join(allowed)}")
@@ -193,10 +215,13 @@ def _boolean(option: str, value: object) -> bool:
     return value
 
 
-def _priority(value: object) -> Literal["interactive", "background"]:
-    if value == "interactive" or value == "background":
-        return value
-    raise InvalidRequest("priority", f"got {shown(value)}; allowed: 'interactive' or 'background'")
+def one_of(option: str, value: object, allowed: tuple[_Word, ...]) -> _Word:
+    """:raises InvalidRequest: it is none of them."""
+    if isinstance(value, str):
+        for word in allowed:
+            if value == word:
+                return word
+    raise InvalidRequest(option, f"got {shown(value)}; allowed: {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}")
 
 
 def _stop(value: object) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -1,0 +1,42 @@
+"""What does an actor look like to an app? `ModelInfo` and `WorkerStats`, made of it."""
+
+from __future__ import annotations
+
+from runtime.actors.worker_actor import WorkerActor
+from runtime.info import ModelInfo, WorkerStats
+
+
+def model_info(actor: WorkerActor) -> ModelInfo:
+    facts, beat = actor.facts, actor.last_beat
+    return ModelInfo(
+        name=actor.spec.name,
+        state=actor.state.value,
+        pid=actor.pid,
+        incarnation=actor.incarnation,
+        restarts=actor.num_restarts,
+        path=actor.load.path,
+        memory_bytes=beat.resident_bytes if beat is not None else 0,
+        kind=facts.kind if facts is not None else None,
+        model_type=facts.model_type if facts is not None else None,
+        fingerprint=facts.fingerprint if facts is not None else None,
+        context_length=facts.context_length if facts is not None else None,
+        vocabulary_size=facts.vocabulary_size if facts is not None else None,
+        weights_bytes=facts.weights_bytes if facts is not None else None,
+        load_seconds=facts.load_seconds if facts is not None else None,
+        blas=facts.blas if facts is not None else None,
+        facts=facts,
+    )
+
+
+def worker_stats(actor: WorkerActor) -> WorkerStats:
+    beat = actor.last_beat
+    return WorkerStats(
+        model=actor.spec.name,
+        state=actor.state.value,
+        phase=beat.phase if beat is not None else None,
+        steps=beat.step if beat is not None else 0,
+        active_bytes=beat.active_bytes if beat is not None else 0,
+        resident_bytes=beat.resident_bytes if beat is not None else 0,
+        restarts=actor.num_restarts,
+        malformed_frames=actor.num_malformed,
+    )
