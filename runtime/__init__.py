@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from runtime.info import Erasure, ModelInfo, ModelState, RuntimeStats, WorkerStats
     from runtime.options import GenerateOptions, PromptOptions
     from runtime.prefill_options import PrefillOptions
-    from runtime.protocol.events import Capabilities, ModelFacts, TokenLogprob, WorkerReport
+    from runtime.protocol.events import Capabilities, ModelFacts, PrefixFacts, TokenLogprob, WorkerReport
     from runtime.scheduler.request import Timings
     from runtime.scheduler.stats import ModelStats, SchedulerStats, TenantStats
     from runtime.watch import (
@@ -92,7 +92,7 @@ _HOMES = {
     "info": ("Erasure", "ModelInfo", "ModelState", "RuntimeStats", "WorkerStats"),
     "options": ("GenerateOptions", "PromptOptions"),
     "prefill_options": ("PrefillOptions",),
-    "protocol.events": ("Capabilities", "ModelFacts", "TokenLogprob", "WorkerReport"),
+    "protocol.events": ("Capabilities", "ModelFacts", "PrefixFacts", "TokenLogprob", "WorkerReport"),
     "scheduler.request": ("Timings",),
     "scheduler.stats": ("ModelStats", "SchedulerStats", "TenantStats"),
     "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
@@ -126,6 +126,7 @@ __all__ = [
     "ModelUnavailable",
     "Overloaded",
     "PrefillOptions",
+    "PrefixFacts",
     "PrefixHandle",
     "PromptOptions",
     "ProtocolMismatch",

@@ -51,7 +51,7 @@ def settled(settings: Settings, root: Path | None) -> Settings:
 def physical_memory_bytes() -> int:
     """Of the machine."""
     try:
-        num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        num_pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
-        num_bytes = 0
-    return num_bytes if num_bytes > 0 else _ASSUMED_MEMORY_BYTES
+        return _ASSUMED_MEMORY_BYTES
+    return num_pages * page_bytes if num_pages > 0 and page_bytes > 0 else _ASSUMED_MEMORY_BYTES

@@ -7,6 +7,7 @@ import gc
 import inspect
 import os
 import tempfile
+import uuid
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,16 @@ def run_directories() -> Iterator[Path]:
             del os.environ["XDG_RUNTIME_DIR"]
         else:
             os.environ["XDG_RUNTIME_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def own_home(request: pytest.FixtureRequest, run_directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test finds nothing of another's prefixes, and leaves nothing in the user's home; it is made when something is written.
+
+    Tests with a real model look for it where the user keeps it.
+    """
+    if request.node.get_closest_marker("real_model") is None:
+        monkeypatch.setenv("TROUPE_HOME", str(run_directories / f"home-{uuid.uuid4().hex}"))
 
 
 @pytest.fixture(autouse=True)

@@ -347,7 +347,7 @@ async def test_the_temporary_directory_may_be_called_anything(tmp_path: Path, mo
         await rt.load(fake_model("модель 模型"))
         answer = await rt.tenant("приложение").generate("модель 模型", prompt="привет", max_tokens=5)
         assert list(answer.token_ids) == expected_tokens(text_tokens("привет"), max_tokens=5)
-    assert list((tmp_path / name).iterdir()) == []
+    assert [path.name for path in (tmp_path / name).iterdir()] == ["prefix"]
 
 
 async def test_a_path_that_is_nothing_fails_without_a_process(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import pytest
 
 from runtime.client import Tenant
 from runtime.completion import Finished, StreamEvent, TextDelta
 from runtime.errors import ExitReport, InvalidRequest, ModelNotLoaded, Overloaded, TroupeError, WorkerCrashed
+from runtime.handle import PrefixHandle
 from runtime.options import ValidOptions
 from runtime.protocol.ids import ModelName, RequestId, TenantId
 from runtime.protocol.tokens import TokenIds
@@ -26,6 +29,7 @@ class PlayedDesk:
     def __init__(self, refusal: TroupeError | None = None) -> None:
         self.refusal = refusal
         self.offered: list[Stimulus] = []
+        self.released: list[RequestId] = []
         self.streams: list[TokenStream] = []
 
     def submit(self, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> TokenStream:
@@ -41,9 +45,14 @@ class PlayedDesk:
             options.max_tokens,
             num_sequences=options.num_sequences,
             windowed=windowed,
+            prefill_only=options.prefill_only,
+            boundaries=options.boundaries,
         )
         self.streams.append(TokenStream(request, self._offer, 256))
         return self.streams[-1]
+
+    def release_prefix(self, request: RequestId) -> None:
+        self.released.append(request)
 
     def _offer(self, stimulus: Stimulus) -> None:
         self.offered.append(stimulus)
@@ -53,8 +62,9 @@ class PlayedDesk:
     def say(self, text: str, *tokens: int, number: int = 0, finish: bool = False) -> None:
         self.streams[-1].deliver(Piece(number, tokens, text, (), "stop" if finish else None, None))
 
-    def end(self, state: str = "finished", error: TroupeError | None = None) -> None:
-        self.streams[-1].end(Outcome(state, TokenIds([1, 2]), Timings(0.0, 0.0, 0.0, 1.0), "print", ("odd",), error))  # type: ignore[arg-type]
+    def end(self, state: str = "finished", error: TroupeError | None = None, **prefix: Any) -> None:
+        times = Timings(0.0, 0.0, 0.0, 1.0)
+        self.streams[-1].end(Outcome(state, TokenIds([1, 2]), times, "print", ("odd",), error, **prefix))  # type: ignore[arg-type]
 
     @property
     def was_cancelled(self) -> bool:
@@ -230,3 +240,64 @@ async def test_stops_of_spaces_only_are_reported_in_the_completion(desk: PlayedD
         desk.end()
         warnings = (await stream.completion()).warnings
     assert warnings[:1] == ("stop: ' ' is spaces only and was ignored",)
+
+
+async def test_each_sequence_says_how_much_of_its_prompt_was_restored(desk: PlayedDesk, tenant: Tenant) -> None:
+    async with tenant.stream("chat", prompt="hi", n=2) as stream:
+        desk.end(cached_tokens=(1, 0))
+        completion = await stream.completion()
+    assert completion.usage.cached_tokens == 1
+    assert [other.usage.cached_tokens for other in completion.alternatives] == [0]
+
+
+async def prefill(desk: PlayedDesk, tenant: Tenant, options: dict[str, Any], *, error: TroupeError | None = None) -> PrefixHandle:
+    handles = []
+
+    async def ask() -> None:
+        handles.append(await tenant.prefill("chat", **options))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(ask)
+        await anyio.wait_all_tasks_blocked()
+        desk.end("finished" if error is None else "failed", error, pinned_length=2)
+    return handles[0]
+
+
+async def test_a_prefill_gives_a_handle_that_pins_until_it_is_released(desk: PlayedDesk, tenant: Tenant) -> None:
+    handle = await prefill(desk, tenant, {"prompt": "hi", "boundaries": [1, 5]})
+    (stream,) = desk.streams
+    assert (stream.request.prefill_only, stream.request.max_tokens, stream.request.boundaries) == (True, 0, (1, 5))
+    assert (handle.model, handle.cached_tokens, handle.boundaries, len(handle.digests)) == ("chat", 2, (1, 2), 2)
+    assert desk.released == []
+    await handle.release()
+    assert desk.released == [stream.request.id]
+
+
+async def test_a_prefill_that_fails_or_is_cancelled_pins_nothing(desk: PlayedDesk, tenant: Tenant) -> None:
+    with pytest.RaisesGroup(WorkerCrashed):
+        await prefill(desk, tenant, {"prompt": "hi"}, error=WorkerCrashed(REPORT))
+    assert desk.released == [1]
+    async with anyio.create_task_group() as group:
+        group.start_soon(lambda: tenant.prefill("chat", prompt="hi"))
+        await anyio.wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert desk.was_cancelled
+    assert desk.released == [1, 2]
+
+
+async def test_messages_that_do_not_extend_the_handle_pin_nothing(desk: PlayedDesk, tenant: Tenant) -> None:
+    handle = await prefill(desk, tenant, {"tokens": [1, 2]})
+    outcome = Outcome("finished", TokenIds([1, 3]), Timings(0.0, 0.0, 0.0, 1.0), "print")
+    other = PrefixHandle(desk, RequestId(99), "chat", outcome, ())
+    await prefill(desk, tenant, {"messages": [{"role": "user", "content": "hi"}], "extend": handle})
+    assert desk.released == []
+    with pytest.RaisesGroup(pytest.RaisesExc(InvalidRequest, match="at token 1;")):
+        await prefill(desk, tenant, {"messages": [{"role": "user", "content": "hi"}], "extend": other})
+    assert desk.released == [3]
+
+
+async def test_the_options_of_a_prefill_are_checked_before_anything_is_handed_in(desk: PlayedDesk, tenant: Tenant) -> None:
+    for model, options in (("", {"prompt": "hi"}), ("chat", {"prompt": "hi", "boundaries": [0]})):
+        with pytest.raises(InvalidRequest):
+            await tenant.prefill(model, **options)
+    assert not desk.streams

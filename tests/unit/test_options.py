@@ -33,6 +33,17 @@ def test_defaults_are_greedy_and_bounded() -> None:
     assert (valid.stop, valid.priority, valid.deadline_seconds, valid.warnings) == ((), "interactive", None, ())
 
 
+@pytest.mark.parametrize(("name", "words"), [("cache", ["on", "read-only", "off"]), ("cache_scope", ["tenant", "shared"])])
+def test_how_prefixes_are_used_is_one_of_few_words(name: str, words: list[str]) -> None:
+    assert getattr(validate({"prompt": "hi"}), name) == words[0]
+    for word in words:
+        assert getattr(validate({"prompt": "hi", name: word}), name) == word
+    for wrong in ("On", "", True, None, [words[0]]):
+        error = refused(**{name: wrong})
+        assert error.option == name
+        assert all(repr(word) in str(error) for word in words)
+
+
 def test_every_option_is_explained_where_a_person_asks_for_help() -> None:
     explained = f"{PromptOptions.__doc__} {GenerateOptions.__doc__}"
     assert [name for name in ALLOWED_OPTIONS if re.search(rf"\b{name}\b", explained) is None] == []

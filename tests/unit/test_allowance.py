@@ -1,0 +1,68 @@
+"""What is left to the machine becomes a number once, and where no file can lie there are none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from runtime import allowance
+from runtime.config import Settings
+
+GIB = 1 << 30
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=num_bytes))
+
+
+def test_memory_is_a_sixteenth_of_the_machines_and_files_a_tenth_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free(monkeypatch, 50 * GIB)
+    settled = allowance.settled(Settings(home=tmp_path), tmp_path / "prefix")
+    assert settled.prefix_memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
+    assert settled.prefix_disk_bytes == 5 * GIB
+    assert settled.home == tmp_path
+
+
+def test_files_take_at_most_32_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 1 << 50)
+    assert allowance.settled(Settings(), tmp_path).prefix_disk_bytes == 32 * GIB
+
+
+def test_what_the_app_has_set_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, GIB)
+    settings = Settings(prefix_memory_bytes=0, prefix_disk_bytes=7)
+    assert allowance.settled(settings, tmp_path) == settings
+
+
+def test_a_system_that_does_not_tell_its_memory_gets_a_number_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer in (-1, 0):
+        monkeypatch.setattr(os, "sysconf", lambda name, answer=answer: answer)
+        assert allowance.physical_memory_bytes() > GIB
+
+
+def test_the_root_is_absolute_and_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert allowance.prefix_root(Settings(home="here")) == tmp_path / "here" / "prefix"  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("home", [os.fsdecode(b"/caches/\xff"), "~nobody-of-that-name/cache"])
+def test_where_home_is_nowhere_or_cannot_be_named_to_a_worker_there_are_no_files(
+    home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUPE_HOME", home)
+    root = allowance.prefix_root(Settings())
+    assert root is None
+    assert allowance.settled(Settings(prefix_disk_bytes=5), root).prefix_disk_bytes == 0
+
+
+def test_a_user_without_a_home_gets_no_directory_of_a_tildes_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TROUPE_HOME")
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: f"~/.cache/{name}")
+    assert allowance.prefix_root(Settings()) is None
