@@ -195,9 +195,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
+    """numerics: what the bits of this engine's results depend on beside the model and its tokens: who computes, and where."""
+
     engine: Engine
     tokenizer: Tokenizer
     facts: ModelFacts
+    numerics: str
     close_hooks: tuple[Callable[[], None], ...] = field(default=())
 
 

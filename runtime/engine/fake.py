@@ -282,7 +282,7 @@ def load(load: Load, progress: Progress, *, incarnation: int = 1, send_garbage: 
         load_seconds=time.monotonic() - started,
     )
     tokenizer = FakeTokenizer(has_chat_template=script.chat_template, on_encode=lambda: faults.reach("prepare"))
-    return Loaded(FakeEngine(script, faults, context_length), tokenizer, facts)
+    return Loaded(FakeEngine(script, faults, context_length), tokenizer, facts, numerics="fake")
 
 
 def _fingerprint(script: FakeScript) -> str:

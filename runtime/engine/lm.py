@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
+from importlib.metadata import version
 from typing import Any
 
 from runtime.engine.engine import Loaded, LoadError, Progress
@@ -83,7 +84,19 @@ def load(load: Load, progress: Progress) -> Loaded:
         blas=blas.blas_name(),
         load_seconds=time.monotonic() - began,
     )
-    return Loaded(engine, tokenizer, facts)
+    return Loaded(engine, tokenizer, facts, numerics())
+
+
+def numerics() -> str:
+    """Of this process. Another version, device or matrix library may round otherwise."""
+    import mlx.core as mx
+
+    from runtime.engine import blas
+
+    versions = "; ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
+    info = mx.device_info()
+    where = " ".join(str(info[name]) for name in ("architecture", "device_name") if name in info)
+    return f"{versions}; {mx.default_device()} {where}; {blas.blas_name()}"
 
 
 def check_open_files(hard_limit: int) -> None:

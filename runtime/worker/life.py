@@ -24,6 +24,7 @@ from runtime.worker.foreign import bounded
 from runtime.worker.heartbeat import HeartbeatThread
 from runtime.worker.log import logger
 from runtime.worker.loop import Loop
+from runtime.worker.prefix_form import form_of
 from runtime.worker.restrictions import chat_restrictions
 from runtime.worker.status import Status
 
@@ -73,7 +74,9 @@ def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, l
     heartbeat.on_beat = desk.watch
     try:
         status.phase = "idle"
-        channel.send(Ready(msgspec.structs.replace(loaded.facts, chat_restrictions=restrictions)))
+        form = form_of(loaded)
+        prefix = None if form is None else form.facts
+        channel.send(Ready(msgspec.structs.replace(loaded.facts, chat_restrictions=restrictions, prefix=prefix)))
         Loop(channel, loaded, load, desk, status).run()
     finally:
         desk.close()

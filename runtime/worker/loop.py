@@ -12,17 +12,33 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never
 
 from runtime.engine.engine import Engine, Loaded, PendingStep, RowError
+from runtime.engine.prefix_parts import PrefixPart
 from runtime.protocol.channel import WorkerChannel
-from runtime.protocol.commands import AnyCommand, Configure, Grant, Inspect, Load, Prefill, Prepare, Release, Shutdown
+from runtime.protocol.commands import (
+    AnyCommand,
+    Configure,
+    Forget,
+    Grant,
+    Inspect,
+    Load,
+    Prefill,
+    Prepare,
+    Publish,
+    Release,
+    Shutdown,
+    Unpin,
+)
 from runtime.protocol.events import Inspected, Prefilled, Refused, Released, StepDone, StepRow, WorkerReport
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import SequenceId
 from runtime.worker import plan
 from runtime.worker.desk import TextDesk
+from runtime.worker.prefixes import Prefixes
 from runtime.worker.row import Row
 from runtime.worker.sequences import Batch, Sequences
 from runtime.worker.status import Status
@@ -35,7 +51,7 @@ MEASURE_SECONDS: Final = 0.5
 
 @dataclass(slots=True)
 class _Submitted:
-    """A step under way. `batch` is set for prefill steps."""
+    """A step under way. `batch` is set for prefill steps; then, by row, `ends`: where its chunk ends, and `copies`: of prefixes."""
 
     number: int
     pending: PendingStep
@@ -43,6 +59,8 @@ class _Submitted:
     batch: Batch | None
     promised_seconds: float
     submitted_at: float
+    ends: Sequence[int] = ()
+    copies: Sequence[Sequence[PrefixPart]] = ()
 
     @property
     def brings_first_tokens(self) -> bool:
@@ -56,7 +74,8 @@ class Loop:
         self._desk = desk
         self._status = status
         self._chunk_tokens = load.prefill_chunk_tokens
-        self._sequences = Sequences(loaded, max_slots=load.max_slots, send=channel.send)
+        self._prefixes = Prefixes(loaded, load, channel.send)
+        self._sequences = Sequences(loaded, self._prefixes, max_slots=load.max_slots, send=channel.send)
         self._submitted: _Submitted | None = None
         self._last: plan.StepKind = "prefill"
         self._num_prefill_steps = 0
@@ -76,12 +95,14 @@ class Loop:
         """Until `Shutdown`. An exception from the engine's calls comes out of here: the worker must end."""
         has_work = False
         while True:
-            self._drain(0.0 if has_work else IDLE_SECONDS)
+            self._drain(0.0 if has_work else self._prefixes.patience_seconds() or IDLE_SECONDS)
             if self._is_stopping:
                 break
+            self._prefixes.advance()
             has_work = self._turn()
         if self._submitted is not None:
             self._harvest(self._submitted)
+        self._prefixes.close()
 
     # -- steps --------------------------------------------------------------------------------------------
 
@@ -128,6 +149,8 @@ class Loop:
         submitted_at = time.monotonic()
         submitted = _Submitted(self.num_steps, self._engine.step(steps), rows, batch, promised_seconds, submitted_at)
         if batch is not None:
+            submitted.ends = [row.num_fed for row in rows]
+            submitted.copies = self._prefixes.copied(rows)
             sequences.joined(batch, [row for row in rows if row.is_prefilled])
         return submitted
 
@@ -146,19 +169,25 @@ class Loop:
         said: list[StepRow] = []
         ended: list[Row] = []
         prefilled: list[tuple[SequenceId, int]] = []
-        for row, result in zip(step.rows, results, strict=True):
+        for place, (row, result) in enumerate(zip(step.rows, results, strict=True)):
             if row.is_over:  # released meanwhile, or ended by the step before
                 continue
             try:
                 if result.error is not None:
                     raise result.error
+                row.num_proven = row.length if step.batch is None else step.ends[place]
+                if step.batch is not None:
+                    is_prefilled = row.num_proven == row.num_known
+                    self._prefixes.proved(row, step.copies[place], is_sound=is_prefilled)
+                    if is_prefilled:
+                        prefilled.append((row.sequence, row.num_known))
                 if result.tokens:
                     row.num_pending -= 1
-                    if step.batch is not None:
-                        prefilled.append((row.sequence, row.num_known))
                     said.append(row.commit(result.tokens[0], result.logprobs))
+                elif row.start.prefill_only and row.num_proven == row.num_known:
+                    said.append(row.end("length", row.num_known, (), "", ()))
             except RowError as error:
-                row.is_over = True
+                row.is_over = row.has_failed = True
                 self._sequences.refuse(_command_of(step), error.code, str(error), row.sequence)
             if row.is_over:
                 ended.append(row)
@@ -208,8 +237,16 @@ class Loop:
                 self._desk.submit(command.request, command.prompt)
             case Inspect():
                 self._channel.send(Inspected(command.number, self._report()))
+            case Publish():
+                self._prefixes.publish(command)
+            case Unpin():
+                self._prefixes.unpin(command)
+            case Forget():
+                self._prefixes.forget(command)
             case Configure():
-                self._engine.set_compute_threads(command.compute_threads)
+                if command.compute_threads:
+                    self._engine.set_compute_threads(command.compute_threads)
+                self._prefixes.set_budget(command.prefix_memory_bytes)
             case Shutdown():
                 self._status.phase = "stopping"
                 self._is_stopping = True
@@ -219,6 +256,11 @@ class Loop:
                 assert_never(command)
 
     def _release(self, command: Release) -> None:
+        step = self._submitted
+        if step is not None and any(row.sequence in command.sequences and self._prefixes.is_keeping(row) for row in step.rows):
+            # What it computes right now is kept too: who gives up and comes back gets further each time.
+            self._submitted = None
+            self._harvest(step)
         self._sequences.release(command.sequences)
         if command.requests:
             self._desk.release(command.requests, self.num_steps)
@@ -247,6 +289,9 @@ class Loop:
             cache_bytes=self._engine.cache_bytes(),
             active_bytes=self._engine.active_bytes(),
             peak_bytes=self._engine.peak_bytes(),
+            prefix_memory_bytes=self._prefixes.memory.num_bytes,
+            prefix_pinned_bytes=self._prefixes.memory.pinned_bytes,
+            prefix_nodes=self._prefixes.memory.num_nodes,
         )
 
 

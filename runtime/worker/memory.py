@@ -222,17 +222,31 @@ class PrefixMemory:
         self._erased.move_to_end(scope)
         if len(self._erased) > NUM_ERASED_REMEMBERED:
             self._erased.popitem(last=False)
+        self._lose({node for node in self._nodes.values() if node.scope == scope})
+        self._first.pop(scope, None)
+
+    def discard(self, node: Node) -> None:
+        """Drop it with all that continues it, pinned or not: what it holds is not to be trusted. One that had to go is fine."""
+        if self._nodes.get(node.id) is not node:
+            return
+        siblings = self._siblings(node)
+        siblings.remove(node.tokens.to_bytes())
+        if not siblings and node.parent is None:
+            del self._first[node.scope]
+        self._lose({other for other in self._nodes.values() if node in other.path()})
+
+    def _lose(self, lost: set[Node]) -> None:
+        """Strike them off all lists; the trees are the caller's business."""
         for owner, pinned in list(self._pins.items()):
-            self._pins[owner] = [node for node in pinned if node.scope != scope]
+            self._pins[owner] = [node for node in pinned if node not in lost]
             if not self._pins[owner]:
                 del self._pins[owner]
-        for node in [node for node in self._nodes.values() if node.scope == scope]:
+        for node in lost:
             del self._nodes[node.id]
             self._unpinned.pop(node.id, None)
             self._num_bytes -= node.num_bytes
             self._pinned_bytes -= node.num_bytes if node.num_pins else 0
             node.num_pins = 0
-        self._first.pop(scope, None)
 
     def set_budget(self, num_bytes: int) -> None:
         """At once. Where pins exceed half of a smaller budget, the ends of the youngest owners' paths are unpinned."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from runtime.engine.engine import RowError, RowStep, Tokenizer
 from runtime.protocol.commands import PrefillRow
 from runtime.protocol.events import FinishReason, StepRow, TokenLogprob
+from runtime.protocol.tokens import TokenIds
 from runtime.worker.stops import StopMatcher
 
 _NO_IDS: frozenset[int] = frozenset()
@@ -36,16 +37,21 @@ class Row:
         "_ending_ids",
         "_matcher",
         "_silent_ids",
+        "committed",
         "decode_step",
+        "has_failed",
         "is_over",
+        "is_restoring",
         "length",
         "limit",
         "max_length",
         "num_fed",
         "num_known",
         "num_pending",
+        "num_proven",
         "sequence",
         "start",
+        "stops",
         "tokens",
     )
 
@@ -63,6 +69,15 @@ class Row:
         self.max_length = min(start.max_length, context_length)
         self._bound = min(self.limit, self.max_length)
         self.is_over = False
+        self.has_failed = False
+        self.is_restoring = False
+        """Its prefix is being read; nothing of it may be fed."""
+        self.num_proven = 0
+        """Positions fed by steps whose results came without an error for this row, or restored."""
+        self.stops: tuple[int, ...] = ()
+        """Positions of its context, ascending, at which a chunk must end."""
+        self.committed: list[int] = []
+        """Tokens drawn since it began here."""
         self.decode_step = RowStep(self.sequence, None, 1)
         self._ending_ids = _NO_IDS if start.ignore_eos else tokenizer.eos_ids
         self._silent_ids = tokenizer.eos_ids if start.ignore_eos else _NO_IDS
@@ -83,19 +98,38 @@ class Row:
     def num_feedable(self, *, in_chunks: bool) -> int:
         """Context tokens that may be fed now. The last one is kept back while its sample would be beyond the limit."""
         left = self.num_known - self.num_fed
-        if self.limit > self.num_known:
+        if self.is_restoring:
+            return 0
+        if self.start.prefill_only or self.limit > self.num_known:
             return left
         return left - 1 if in_chunks else 0
 
+    def num_until_stop(self) -> int:
+        """The next chunk may be so long; all there is when no stop is left."""
+        return next((stop - self.num_fed for stop in self.stops if stop > self.num_fed), self.num_known - self.num_fed)
+
     def take_chunk(self, width: int) -> RowStep:
-        """The step that feeds the next `width` context tokens; the last chunk also samples the first token."""
+        """The step that feeds the next `width` context tokens; the last chunk also samples the first token, if one is wanted."""
         begin, self.num_fed = self.num_fed, self.num_fed + width
         is_last = self.num_fed == self.num_known
-        step = RowStep(self.sequence, self.tokens[begin : self.num_fed], 1 if is_last else 0)
+        num_samples = 1 if is_last and not self.start.prefill_only else 0
+        step = RowStep(self.sequence, self.tokens[begin : self.num_fed], num_samples)
         if is_last:
-            self.num_pending = 1
+            self.num_pending = num_samples
             self.tokens = []
         return step
+
+    def restored(self, length: int) -> None:
+        """So much of its context need not be fed (0: nothing was found); now it may be."""
+        self.num_fed = self.num_proven = length
+        self.is_restoring = False
+
+    def ids(self, length: int) -> TokenIds:
+        """Of its first `length` positions, all of them known or committed."""
+        if length <= self.num_known:
+            return self.start.tokens[:length]
+        drawn = TokenIds(self.committed[: length - self.num_known])
+        return TokenIds.from_bytes(self.start.tokens.to_bytes() + drawn.to_bytes())
 
     @property
     def is_prefilled(self) -> bool:
@@ -107,7 +141,7 @@ class Row:
         return self.length + self.num_pending < self._bound
 
     def is_parked(self) -> bool:
-        return self.length >= self.limit
+        return self.length >= self.limit and not self.start.prefill_only
 
     def grant(self, limit: int) -> None:
         """A lower or repeated limit is ignored."""
@@ -124,6 +158,7 @@ class Row:
         if token in self._ending_ids:
             return self.end("stop", index, (), "", ())
         self.length = index + 1
+        self.committed.append(token)
         text, matched = self._push(token)
         if matched is not None:
             self.is_over = True

@@ -14,6 +14,7 @@ from runtime.protocol.commands import Grant, Prefill, PrefillRow
 from runtime.protocol.events import AnyEvent, RefusalCode, Refused, StepRow
 from runtime.protocol.ids import SequenceId
 from runtime.worker import plan
+from runtime.worker.prefixes import Prefixes
 from runtime.worker.row import Row, check
 
 MAX_REMEMBERED: Final = 4096
@@ -30,7 +31,8 @@ class Batch:
 
 
 class Sequences:
-    def __init__(self, loaded: Loaded, *, max_slots: int, send: Callable[[AnyEvent], None]) -> None:
+    def __init__(self, loaded: Loaded, prefixes: Prefixes, *, max_slots: int, send: Callable[[AnyEvent], None]) -> None:
+        self._prefixes = prefixes
         self._engine: Engine = loaded.engine
         self._tokenizer = loaded.tokenizer
         self._context_length = loaded.facts.context_length
@@ -61,7 +63,9 @@ class Sequences:
             if end is None:
                 self._rows[start.sequence] = row
                 rows.append(row)
+                self._prefixes.begin(row)
             else:
+                self._prefixes.begin_without(row)
                 ends.append(end)
                 self.forget((row,))
         if rows:
@@ -76,7 +80,7 @@ class Sequences:
             return False
         if known != start:
             if running is not None:
-                running.is_over = True
+                running.is_over = running.has_failed = True
                 self.forget((running,))
             self.refuse("prefill", "conflict", f"sequence {start.sequence} was already started with other contents", start.sequence)
         return True
@@ -84,6 +88,7 @@ class Sequences:
     def _start(self, start: PrefillRow) -> tuple[Row, StepRow | None]:
         """A new row, and its end when nothing is left to compute. :raises RowError: it cannot be started."""
         check(start, self._context_length)
+        self._prefixes.check(start)
         row = Row(start, self._tokenizer, self._context_length)
         self._engine.add(
             start.sequence, start.sampling, prompt_length=start.prompt_length, context=row.tokens, max_length=row.max_length
@@ -92,7 +97,7 @@ class Sequences:
         if matched is not None:
             row.is_over = True
             return row, StepRow(row.sequence, row.length, (), "", "stop", matched)
-        if row.length >= row.max_length:
+        if row.length >= row.max_length and not start.prefill_only:
             return row, row.end("length", row.length, (), "", ())
         return row, None
 
@@ -132,6 +137,7 @@ class Sequences:
         rows = [row for row in batch.rows if row.num_feedable(in_chunks=self._in_chunks)]
         left = [row.num_feedable(in_chunks=self._in_chunks) for row in rows]
         if self._in_chunks:
+            left = [min(num, row.num_until_stop()) for num, row in zip(left, rows, strict=True)]
             widths = plan.chunk_widths(left, budget_tokens)
         else:  # a prompt that cannot be split is at least not made longer by its neighbours
             shortest = min(range(len(rows)), key=left.__getitem__)
@@ -161,6 +167,7 @@ class Sequences:
             self._running.pop(row.sequence, None)
             self._remember(row.start)
             prefilling = prefilling or not row.is_prefilled
+            self._prefixes.ended(row)
         if not sequences:
             return
         if prefilling:

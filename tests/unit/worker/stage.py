@@ -100,7 +100,10 @@ class Stage:
         self.engine = WatchedEngine(script, loaded.engine.faults, loaded.facts.context_length)
         capabilities = msgspec.structs.replace(loaded.facts.capabilities, chunked_prefill=chunked_prefill)
         loaded = fake.Loaded(
-            self.engine, tokenizer or loaded.tokenizer, msgspec.structs.replace(loaded.facts, capabilities=capabilities)
+            self.engine,
+            tokenizer or loaded.tokenizer,
+            msgspec.structs.replace(loaded.facts, capabilities=capabilities),
+            loaded.numerics,
         )
         self.channel = ScriptedChannel(turns)
         self.desk = TextDesk(loaded.tokenizer, self.channel)  # type: ignore[arg-type]

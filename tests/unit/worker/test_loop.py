@@ -330,7 +330,7 @@ def test_malformed_frames_are_counted_and_only_some_are_answered() -> None:
 
 
 def test_a_flood_of_commands_does_not_keep_rows_from_decoding() -> None:
-    flood = [Configure(1) for _ in range(5000)]
+    flood = [Configure(1, 0) for _ in range(5000)]
     stage = Stage([[Prefill((row(1, HELLO),)), *flood, Inspect(1)]])
     report = next(event.report for event in stage.run() if isinstance(event, Inspected))
     assert report.steps == 8
