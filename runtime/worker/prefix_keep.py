@@ -27,7 +27,8 @@ class _Keeping:
     """What is kept of one row.
 
     num_copied: parts copied and not yet inserted; copied_to: where the last whole-block one of them ends. nodes: made of this row.
-    told_length: of the last `Kept`. has_no_room: memory refused a part, so further ones would be copied in vain.
+    offered: nodes that were, each once, whatever becomes of it. told_length: of the last `Kept`. has_no_room: memory refused a
+    part, so further ones would be copied in vain.
     """
 
     use: PrefixUse
@@ -35,6 +36,7 @@ class _Keeping:
     num_copied: int = 0
     copied_to: int = 0
     nodes: list[Node] = field(default_factory=list)
+    offered: set[int] = field(default_factory=set)
     told_length: int = 0
     is_sound: bool = False
     has_no_room: bool = False
@@ -152,8 +154,10 @@ class Keeper:
                 pinned_length = min(length, self._memory.pin(row.sequence, match.path))
             if keeping.is_sound:
                 offered = [node for node in match.path if _can_be_published(node) and node.end <= length]
+        offered = [node for node in offered if node.id not in keeping.offered]
         for node in offered:
             node.is_published = True
+            keeping.offered.add(node.id)
         if is_due or offered or length > keeping.told_length:
             keeping.told_length = length
             nodes = tuple(KeptNode(node.id, node.start, node.end, node.num_bytes) for node in offered)

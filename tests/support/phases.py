@@ -7,6 +7,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+import msgspec
+
 from runtime.engine.engine import Loaded
 from runtime.protocol.commands import (
     AnyCommand,
@@ -25,6 +27,7 @@ from runtime.protocol.ids import SequenceId
 from runtime.protocol.tokens import TokenIds
 from runtime.worker.desk import TextDesk
 from runtime.worker.loop import IDLE_SECONDS, Loop
+from runtime.worker.prefix_form import PrefixForm
 from runtime.worker.status import Status
 
 SCOPE = bytes(range(32))
@@ -141,12 +144,15 @@ def ends(events: Iterable[AnyEvent], sequence: int) -> list[str]:
     return [row.finish for row in rows if row.sequence == sequence and row.finish is not None]
 
 
-def segments_of(events: Sequence[AnyEvent], *, with_checkpoint: bool = False) -> list[SegmentRange]:
-    """What was published, in order of positions; of checkpoints only the last one's is wanted."""
+def segments_of(events: Sequence[AnyEvent], *, form: PrefixForm, length: int) -> list[SegmentRange]:
+    """What a prompt of `length` tokens can be restored from of what was published for it."""
     nodes = {node.node: node for node in offered(events)}
-    found = sorted((nodes[event.node].start, event.name, event.node) for event in events if isinstance(event, SegmentPublished))
-    ranges = [SegmentRange(name, first, nodes[node].end, False) for first, name, node in found]
-    if ranges and with_checkpoint:
-        last = ranges[-1]
-        ranges[-1] = SegmentRange(last.name, last.start, last.end, True)
-    return ranges
+    named = sorted(
+        (nodes[event.node].start, nodes[event.node].end, event.name) for event in events if isinstance(event, SegmentPublished)
+    )
+    if not form.has_checkpoints:  # any position will do
+        named = [(first, min(end, length - 1), name) for first, end, name in named]
+    ranges = [SegmentRange(name, first, end, False) for first, end, name in named if first < end < length]
+    if ranges and form.has_checkpoints:
+        ranges[-1] = msgspec.structs.replace(ranges[-1], with_checkpoint=True)
+    return ranges[-1:] if form.layout.style == "checkpoint" else ranges
