@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
+import anyio.from_thread
+import anyio.lowlevel
 import pytest
 
 from runtime import librarian as module
@@ -315,19 +316,21 @@ async def test_erasing_is_done_whole_when_its_caller_is_cancelled(tmp_path: Path
 # -- keys, from several threads -------------------------------------------------------------------------------
 
 
-async def test_threads_that_ask_at_once_are_given_one_scope(tmp_path: Path) -> None:
+def test_threads_that_ask_at_once_are_given_one_scope(tmp_path: Path) -> None:
     for root in (None, tmp_path):
         keyring = Keyring(root)
         scopes: list[object] = []
         start = threading.Barrier(8)
 
-        def ask(keyring: Keyring = keyring, start: threading.Barrier = start, scopes: list[object] = scopes) -> None:
-            start.wait()
+        def ask(keyring: Keyring, start: threading.Barrier, scopes: list[object]) -> None:
+            start.wait(FAR)
             scopes.append(keyring.scope(ALICE))
 
-        async with anyio.create_task_group() as group:
-            for _ in range(8):
-                group.start_soon(anyio.to_thread.run_sync, ask)
+        threads = [threading.Thread(target=ask, args=(keyring, start, scopes)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(FAR)
         assert len(set(map(id, scopes))) == 1
 
 
