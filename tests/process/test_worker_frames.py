@@ -45,7 +45,7 @@ GOOD = [
         Prepare(RequestId(2), ChatPrompt('[{"role": "user", "content": "Hi"}]', "[]", "low", "primer")),
         Prepare(RequestId(3), TokenPrompt(TokenIds(range(500)))),
         Release((RequestId(1),), (SequenceId(2),)),
-        Configure(3),
+        Configure(3, 0),
         Inspect(1),
     )
 ]
