@@ -38,6 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _run(commands.add_parser("run", help="load a model and stream its answer to one prompt"))
     _demo(commands.add_parser("demo", help="two real models, three tenants, a live view and the proof that it is real"))
     _models(commands.add_parser("models", help="fetched models: list, fetch, rm"))
+    _cache(commands.add_parser("cache", help="shared prefixes on the disk: ls, stat, verify, gc, erase"))
     _doctor(commands.add_parser("doctor", help="what this machine can do, what is missing, and the command that mends it"))
     return parser.parse_args(arguments)
 
@@ -76,6 +77,23 @@ def _models(parser: argparse.ArgumentParser) -> None:
     fetching.add_argument("names", nargs="+", metavar="NAME")
     removing = actions.add_parser("rm", help="remove a fetched model")
     removing.add_argument("names", nargs="+", metavar="NAME")
+
+
+def _cache(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command="cache")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--home", metavar="DIR", help="whose prefixes; TROUPE_HOME or the user cache directory when not given")
+    common.add_argument("--json", action="store_true", help="print one JSON value")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser("ls", parents=[common], help="show each segment, least recently used first")
+    actions.add_parser("stat", parents=[common], help="show totals for each model and tenant")
+    verifying = actions.add_parser("verify", parents=[common], help="read every file whole and tell which are damaged")
+    verifying.add_argument("--remove", action="store_true", help="remove what is damaged")
+    collecting = actions.add_parser("gc", parents=[common], help="remove what is of no use to anyone, and more when asked")
+    collecting.add_argument("--max-bytes", type=int, metavar="N", help="then the least recently used, until N bytes are left")
+    collecting.add_argument("--older-than", type=float, metavar="DAYS", help="then what has not been used for so long")
+    erasing = actions.add_parser("erase", parents=[common], help="destroy a tenant's key and remove its files")
+    erasing.add_argument("--tenant", required=True, metavar="NAME", help="as the app calls it")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:

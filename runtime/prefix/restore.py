@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from runtime.prefix import container, segment
+from runtime.prefix import container, hits, segment
 from runtime.prefix.container import ContainerError, Parsed
 from runtime.prefix.hashing import BLOCK_TOKENS, BlockHash, Secret, seal_key
 from runtime.prefix.layout import ITEM_BYTES, Layout, TensorSpec
@@ -89,6 +89,16 @@ class _Doubt(Exception):
 
 def read(root: Path, wanted: Wanted) -> Segment | Miss:
     """Read one segment. Blocks for as long as the disk takes; never raises for what is on it."""
+    return _open_and_read(root, wanted, removes=True)
+
+
+def check(root: Path, wanted: Wanted) -> Miss | None:
+    """As `read`, but leaves a file that is at fault where it is. None: it is sound."""
+    found = _open_and_read(root, wanted, removes=False)
+    return found if isinstance(found, Miss) else None
+
+
+def _open_and_read(root: Path, wanted: Wanted, *, removes: bool) -> Segment | Miss:
     path = segment.segment_path(root, wanted.fingerprint, wanted.name)
     try:
         descriptor = segment.open_regular(path)
@@ -98,7 +108,7 @@ def read(root: Path, wanted: Wanted) -> Segment | Miss:
     try:
         return _read(descriptor, wanted)
     except _Doubt as doubt:
-        is_removed = doubt.reason not in _HARMLESS and _remove(path, descriptor)
+        is_removed = removes and doubt.reason not in _HARMLESS and _remove(path, descriptor)
         return Miss(doubt.reason, f"{path}: {doubt}", is_removed)
     finally:
         os.close(descriptor)
@@ -185,5 +195,7 @@ def _remove(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
             os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.unlink(hits.hits_path(path))
             return True
     return False

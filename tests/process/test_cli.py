@@ -98,6 +98,28 @@ def test_fetching_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     assert "fetchable: smollm2-135m," in troupe("models", "fetch", "smollm3", home=tmp_path, code=1).stderr
 
 
+# -- cache ------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_looked_up_in_the_home_that_is_given_or_else_in_the_usual_one(tmp_path: Path) -> None:
+    assert json.loads(troupe("cache", "ls", "--json", home=tmp_path).stdout) == []
+    for arguments, root in (((), tmp_path / "usual"), (("--home", str(tmp_path / "other")), tmp_path / "other")):
+        told = json.loads(troupe("cache", "stat", "--json", *arguments, home=tmp_path / "usual").stdout)
+        assert told["root"] == str(root / "prefix")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_that_is_left_is_told_with_code_1_and_wrong_usage_with_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "prefix" / "v1" / "f" / "00" / f"{'0' * 64}.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"junk")
+    assert f"BAD {path}: malformed: " in troupe("cache", "verify", home=tmp_path, code=1).stdout
+    assert f"removed {path}: malformed: " in troupe("cache", "verify", "--remove", home=tmp_path).stdout
+    assert "--max-bytes: got -1; allowed: " in troupe("cache", "gc", "--max-bytes", "-1", home=tmp_path, code=2).stderr
+    for arguments in (("cache",), ("cache", "erase"), ("cache", "gc", "--older-than", "long")):
+        assert troupe(*arguments, home=tmp_path, code=2).stderr.startswith("usage: troupe cache")
+
+
 # -- doctor -----------------------------------------------------------------------------------------------
 
 

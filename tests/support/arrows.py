@@ -44,7 +44,7 @@ ALLOWED: dict[str, str] = {
     "fetch": "errors catalog children download store",
     # the command line
     "doctor": f"{LOW} actors.blas children download store",
-    "cli": f"{LOW} __init__ catalog completion doctor fetch info options store watch",
+    "cli": f"{LOW} __init__ allowance catalog completion doctor fetch info options prefix store watch",
 }
 """Component of runtime/: the components it may import, or single modules of them. Its own is always allowed."""
 

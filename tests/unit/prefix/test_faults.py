@@ -270,7 +270,7 @@ def test_readers_beside_an_evictor_get_all_or_nothing(tmp_path: Path) -> None:
 
     def evict() -> None:
         while not over.is_set():
-            scan.unlink([path])
+            scan.remove([path])
             publish.publish(tmp_path, original)
 
     evictor = threading.Thread(target=evict)
