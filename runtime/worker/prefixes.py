@@ -33,7 +33,7 @@ class Prefixes:
         self._send = send
         form = self._form = form_of(loaded)
         has_checkpoints = form is not None and form.has_checkpoints
-        budget_bytes = load.prefix_memory_bytes if form is not None else 0
+        budget_bytes = max(0, load.prefix_memory_bytes) if form is not None else 0
         self.memory = PrefixMemory(has_checkpoints=has_checkpoints, budget_bytes=budget_bytes)
         self._files: PrefixThread | None = None
         self._restorer: Restorer | None = None
@@ -131,7 +131,7 @@ class Prefixes:
                 self._send(SegmentRejected(number, "absent", "its scope was erased"))
 
     def set_budget(self, num_bytes: int) -> None:
-        self.memory.set_budget(0 if self._form is None else num_bytes)
+        self.memory.set_budget(0 if self._form is None else max(0, num_bytes))
 
     def close(self) -> None:
         """Finish the file at hand; what else was to be read or written is dropped."""

@@ -9,19 +9,25 @@ import anyio
 import anyio.lowlevel
 import pytest
 import zmq
+from msgspec import structs
 
 from runtime.protocol.channel import socket_path
 from runtime.protocol.commands import (
     ChatPrompt,
     Configure,
     FakeScript,
+    Forget,
     Grant,
     Inspect,
     Prefill,
+    PrefixUse,
     Prepare,
+    Publish,
     Release,
+    SegmentRange,
     TextPrompt,
     TokenPrompt,
+    Unpin,
 )
 from runtime.protocol.events import Prepared
 from runtime.protocol.frames import encode
@@ -35,6 +41,7 @@ pytestmark = pytest.mark.anyio
 NUM_FRAMES = 50_000
 """On each of the two event loops."""
 
+USE = PrefixUse(bytes(32), (SegmentRange(bytes(32), 0, 512, False),), boundaries=(100, 300), pin=True)
 GOOD = [
     encode(command)
     for command in (
@@ -45,7 +52,16 @@ GOOD = [
         Prepare(RequestId(2), ChatPrompt('[{"role": "user", "content": "Hi"}]', "[]", "low", "primer")),
         Prepare(RequestId(3), TokenPrompt(TokenIds(range(500)))),
         Release((RequestId(1),), (SequenceId(2),)),
-        Configure(3, 0),
+        Configure(3, 1 << 20),
+        Prefill(
+            (
+                structs.replace(row(4, list(range(256)) * 3), prefix=USE),
+                structs.replace(row(5, [7, 8], max_tokens=0), prefill_only=True),
+            )
+        ),
+        Publish(((1, "0" * 64), (2, "1" * 64))),
+        Unpin((SequenceId(4),)),
+        Forget((bytes(range(32)),)),
         Inspect(1),
     )
 ]

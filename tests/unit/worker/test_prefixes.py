@@ -182,6 +182,11 @@ def test_a_smaller_budget_holds_at_once() -> None:
     assert report.prefix_nodes == stage.memory.num_nodes
 
 
+def test_a_budget_below_nothing_is_nothing() -> None:
+    stage = Phases(load_fake(), [start(1, prompt_of(600))], [Configure(0, -1), start(2, prompt_of(600))], prefix_memory_bytes=-1)
+    assert restored(stage.run(), 2).length == 0
+
+
 def test_an_engine_that_refuses_a_prefix_computes_it() -> None:
     loaded = load_fake()
 
