@@ -95,6 +95,8 @@ def test_the_longest_of_several_that_share_a_beginning_wins() -> None:
         (ids("ac", 9), 2 * B),
         (ids("ax"), B + 100),
         (ids("adx"), 2 * B + 100),
+        (TokenIds([*ids("ab")[: B + 150], 999]), B + 150),
+        (TokenIds([*ids("ac")[: B + 150], 7]), B + 150),
         (ids("ade", 9), 3 * B + 7),
         (ids("ad", 61), 2 * B + 61),
     ):

@@ -17,10 +17,11 @@ SCOPES = (b"first", b"second", b"third")
 OWNERS = tuple(map(SequenceId, range(3)))
 contexts = st.builds(
     lambda blocks, missing: ids(blocks)[: len(blocks) * B - missing],
-    st.text("ab", min_size=1, max_size=4),
+    st.sampled_from(["a", "ab", "aba", "abb", "abab", "abba", "b", "bab"]),
     st.sampled_from([0, 0, 1, 56, 156, 157, 200, 255]),
 )
-budgets = st.integers(0, 14).map(lambda blocks: blocks * B)
+scopes = st.sampled_from([SCOPES[0], SCOPES[0], SCOPES[0], *SCOPES[1:]])
+budgets = st.sampled_from([16, 14, 12, 11, 9, 6, 3]).map(lambda blocks: blocks * B)
 
 
 @dataclass(eq=False)
@@ -54,8 +55,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     entries: list[Entry]
 
-    @initialize(has_checkpoints=st.booleans(), budget_bytes=budgets)
-    def begin(self, has_checkpoints: bool, budget_bytes: int) -> None:
+    @initialize(has_checkpoints=st.booleans(), budget_bytes=budgets, held=st.lists(contexts, min_size=2, max_size=6))
+    def begin(self, has_checkpoints: bool, budget_bytes: int, held: list[TokenIds]) -> None:
         self.has_checkpoints = has_checkpoints
         self.budget = budget_bytes
         self.memory = PrefixMemory(has_checkpoints=has_checkpoints, budget_bytes=budget_bytes)
@@ -63,6 +64,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.erased: set[bytes] = set()
         self.pins: dict[SequenceId, list[Entry]] = {}
         self.clock = 0
+        for number, tokens in enumerate(held):
+            self.keep(SCOPES[0], tokens, [number % 3 + 1], number % 2 == 0)
 
     # -- the model ----------------------------------------------------------------------------------------
 
@@ -92,6 +95,11 @@ class MemoryMachine(RuleBasedStateMachine):
             leaves = [entry for entry in self.entries if entry not in parents and not entry.owners]
             self.entries.remove(min(leaves, key=lambda entry: entry.used))
 
+    def lose(self, lost: list[Entry]) -> None:
+        self.entries = [entry for entry in self.entries if entry not in lost]
+        left = {owner: [entry for entry in pinned if entry not in lost] for owner, pinned in self.pins.items()}
+        self.pins = {owner: pinned for owner, pinned in left.items() if pinned}
+
     def let_go(self, owner: SequenceId, entry: Entry) -> None:
         entry.owners.discard(owner)
         if not entry.owners:
@@ -100,7 +108,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     # -- both ---------------------------------------------------------------------------------------------
 
-    @rule(scope=st.sampled_from(SCOPES), tokens=contexts, first=st.integers(0, 3), state=st.booleans())
+    @rule(scope=scopes, tokens=contexts, first=st.integers(0, 3), state=st.booleans())
     def insert(self, scope: bytes, tokens: TokenIds, first: int, state: bool) -> None:
         """Any piece at the context's end, also one that nothing leads to."""
         start, end = first * B, len(tokens)
@@ -145,7 +153,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.entries.append(Entry(scope, parent, start, tokens, is_aligned, has_checkpoint, num_bytes, node))
         self.touch(self.entries[-1])
 
-    @rule(scope=st.sampled_from(SCOPES), tokens=contexts, lengths=st.lists(st.integers(1, 4), max_size=2), state=st.booleans())
+    @rule(scope=scopes, tokens=contexts, lengths=st.lists(st.integers(1, 4), max_size=2), state=st.booleans())
     def keep(self, scope: bytes, tokens: TokenIds, lengths: list[int], state: bool) -> None:
         """A whole context, as a worker does it."""
         ends = sorted({length * B for length in lengths if length * B < len(tokens)} | {len(tokens)})
@@ -158,9 +166,9 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.insert(scope, tokens[:end], start // B, state)
 
     @rule(
-        scope=st.sampled_from(SCOPES),
+        scope=scopes,
         tokens=contexts,
-        unasked=st.integers(0, 200),
+        unasked=st.sampled_from([0, 0, 1, 100, 156, 300]),
         owner=st.sampled_from([None, *OWNERS]),
         is_use=st.booleans(),
     )
@@ -197,16 +205,32 @@ class MemoryMachine(RuleBasedStateMachine):
         for entry in reversed(self.pins.pop(owner, [])):
             self.let_go(owner, entry)
 
-    @precondition(lambda self: len(self.entries) > 4)
+    @precondition(lambda self: len(self.entries) > 5)
     @rule(scope=st.sampled_from(SCOPES[1:]))
     def forget(self, scope: bytes) -> None:
         self.memory.forget(scope)
         self.erased.add(scope)
-        self.entries = [entry for entry in self.entries if entry.scope != scope]
-        left = {owner: [entry for entry in pinned if entry.scope != scope] for owner, pinned in self.pins.items()}
-        self.pins = {owner: pinned for owner, pinned in left.items() if pinned}
+        self.lose([entry for entry in self.entries if entry.scope == scope])
 
-    @rule(num_bytes=budgets)
+    @precondition(lambda self: self.entries)
+    @rule(scope=scopes, tokens=contexts)
+    def gain(self, scope: bytes, tokens: TokenIds) -> None:
+        """The same again with its checkpoint, as when a prefill comes by that stops where an earlier one did not."""
+        lacking = [e for e in self.entries if e.scope == scope and not e.has_checkpoint and tokens[: e.end] == e.context]
+        for entry in lacking:
+            self.insert(scope, entry.context, entry.start // B, True)
+
+    @precondition(lambda self: len(self.entries) > 5)
+    @rule(number=st.integers(0, 100))
+    def discard(self, number: int) -> None:
+        entry = self.entries[number % len(self.entries)]
+        self.memory.discard(entry.node)
+        self.memory.discard(entry.node)
+        lost = [other for other in self.entries if entry in other.path()]
+        self.lose(lost)
+
+    @precondition(lambda self: len(self.entries) > 2)
+    @rule(num_bytes=st.one_of(budgets, budgets, st.integers(0, 8 * B)))
     def set_budget(self, num_bytes: int) -> None:
         self.memory.set_budget(num_bytes)
         self.budget = num_bytes
@@ -231,4 +255,4 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 TestMemory = MemoryMachine.TestCase
-TestMemory.settings = hypothesis.settings(hypothesis.settings.get_profile("house"), max_examples=60, stateful_step_count=40)
+TestMemory.settings = hypothesis.settings(max_examples=100, stateful_step_count=50, deadline=None, database=None)
