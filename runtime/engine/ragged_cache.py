@@ -32,7 +32,7 @@ class RaggedKV:
         self.offset: int | mx.array = 0
         """Absolute position of what is fed next: an int when equal for all rows, else an array [rows]. Set by the batch."""
         self.offset_after: int | mx.array = 0
-        family.layers.append(self)
+        family.join(self)
 
     # -- what models call ---------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ The layout and its invariants stand in `ragged_cache`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -51,7 +52,7 @@ class Family:
 
     def __init__(self, window: int | None) -> None:
         self.window = window
-        self.layers: list[Layer] = []
+        self._layers: list[weakref.ref[Layer]] = []
         self.bases: list[int] = []
         self.capacity = 0
         self.row_capacity = 0
@@ -63,6 +64,14 @@ class Family:
         self.uniform_start: int | None = None
         self._indices: dict[Hashable, mx.array] = {}
         self._masks: dict[tuple[int | None, bool], Any] = {}
+
+    def join(self, layer: Layer) -> None:
+        """Weakly: a batch's memory must go with the batch, not wait for a garbage collection to find a cycle."""
+        self._layers.append(weakref.ref(layer))
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [layer for reference in self._layers if (layer := reference()) is not None]
 
     # -- a forward ----------------------------------------------------------------------------------------------------
 

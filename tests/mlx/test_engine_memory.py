@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import mlx.core as mx
@@ -48,6 +49,26 @@ def test_a_decode_step_writes_into_the_cache_without_copying_it(tiny: MakeTiny, 
         pending = following
     pending.result()
     assert engine.peak_bytes() - held < smallest_copy * 0.9
+
+
+def test_the_memory_of_rows_that_are_gone_does_not_wait_for_a_garbage_collection(tiny: MakeTiny) -> None:
+    engine = load_engine(tiny("llama")).engine
+    held = []
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(3):
+            sequences = [SequenceId(10 * number + index) for index in range(4)]
+            for sequence in sequences:
+                context = [sequence] * 300
+                engine.add(sequence, Sampling(), prompt_length=300, context=context, max_length=400)
+            engine.step([RowStep(sequence, [sequence] * 300, 1) for sequence in sequences]).result()
+            decode(engine, sequences)
+            engine.release(sequences)
+            held.append(engine.active_bytes())
+    finally:
+        gc.enable()
+    assert held[2] == held[0]
 
 
 def test_a_row_that_leaves_costs_no_copy_of_the_others(tiny: MakeTiny) -> None:
