@@ -76,7 +76,7 @@ class Runtime:
         launch = Launcher(self._group, self._directory.path, self.settings)
         self._supervisor = Supervisor(self._group, launch, listening, self.settings)
         keyring = self._open_library(root)
-        self._scheduler = listening.scheduler = Scheduler(self._supervisor, self.settings)
+        self._scheduler = listening.scheduler = Scheduler(self._supervisor, self.settings, files=self._librarian)
         self._desk = RequestDesk(self._scheduler, self._watchers, keyring)
         self._timer_stopped = anyio.Event()
         self._group.start_soon(self._run_timer, name="scheduler timer")

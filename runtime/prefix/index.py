@@ -131,6 +131,10 @@ class Index:
             if not self._leases[name]:
                 del self._leases[name]
 
+    def holders(self) -> set[Hashable]:
+        """Who has leases."""
+        return set(self._holders)
+
     # -- what must go -------------------------------------------------------------------------------------
 
     def make_room(

@@ -10,8 +10,9 @@ from typing import assert_never
 
 from runtime.errors import AdmissionError, Overloaded, TenantLimitReached
 from runtime.protocol.commands import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from runtime.scheduler.book import Book, Model
+from runtime.scheduler.book import Book
 from runtime.scheduler.fairness import Flow, Tenant
+from runtime.scheduler.model import Model
 from runtime.scheduler.request import RequestRecord, SequenceState
 
 CHARACTERS_PER_TOKEN = 4

@@ -8,17 +8,16 @@ sent as few commands at the end of each stimulus (`flush`).
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime.config import Settings, TenantSpec
 from runtime.errors import TroupeError
-from runtime.protocol.commands import AnyCommand, Grant, Release
-from runtime.protocol.events import ModelFacts
-from runtime.protocol.ids import Incarnation, ModelName, RequestId, SequenceId, TenantId
+from runtime.protocol.commands import AnyCommand, Grant, Release, Unpin
+from runtime.protocol.ids import ModelName, RequestId, TenantId
 from runtime.protocol.tokens import TokenIds
-from runtime.scheduler.fairness import FairQueue, Flow, Tenant
-from runtime.scheduler.prefill import Batch
+from runtime.scheduler.fairness import Flow, Tenant
+from runtime.scheduler.model import Model
+from runtime.scheduler.prefixes import Prefixes
 from runtime.scheduler.request import (
     Outcome,
     Request,
@@ -38,54 +37,6 @@ _OUTCOMES: dict[RequestState, Literal["finished", "cancelled", "failed"]] = {
     RequestState.FAILED: "failed",
 }
 _SMOOTHING = 0.2
-_INITIAL_OUTPUT_TOKENS = 256.0
-
-
-@dataclass(slots=True, eq=False)
-class Model:
-    """One model and its worker as the scheduler sees them.
-
-    incarnation: the worker that is up, or None. unavailable: why none will come. has_breached: it said something impossible
-    and will be replaced; nothing more is sent to it or heard from it.
-    sequences: those that hold a slot. preparing: requests the worker may be tokenizing, also ended ones not yet `Released`.
-    num_unstarted: requests without an end that no sequence of has got a slot. service_seconds, output_tokens: moving averages
-    per sequence, of its time in the slot and of its length. needs_placing: something changed that may let rows start.
-    collect_until: when ready rows stop waiting for others to be prefilled with; None when none waits so.
-    """
-
-    name: ModelName
-    max_slots: int
-    incarnation: Incarnation | None = None
-    last_incarnation: int = 0
-    facts: ModelFacts | None = None
-    unavailable: TroupeError | None = None
-    has_breached: bool = False
-    fair: FairQueue = field(default_factory=FairQueue)
-    sequences: dict[SequenceId, Sequence] = field(default_factory=dict)
-    preparing: dict[RequestId, RequestRecord] = field(default_factory=dict)
-    batches: list[Batch] = field(default_factory=list)
-    num_unstarted: int = 0
-    service_seconds: float | None = None
-    output_tokens: float = _INITIAL_OUTPUT_TOKENS
-    needs_placing: bool = False
-    collect_until: float | None = None
-    grants: dict[SequenceId, int] = field(default_factory=dict)
-    requests_to_release: list[RequestId] = field(default_factory=list)
-    sequences_to_release: list[SequenceId] = field(default_factory=list)
-
-    @property
-    def can_work(self) -> bool:
-        return self.incarnation is not None and not self.has_breached
-
-    @property
-    def num_free_slots(self) -> int:
-        return self.max_slots - len(self.sequences)
-
-    @property
-    def num_soon_free_slots(self) -> int:
-        """Free slots and those that wait only for the worker's `Released`."""
-        live = sum(sequence.state is not SequenceState.RELEASING for sequence in self.sequences.values())
-        return max(0, self.max_slots - live)
 
 
 class Book:
@@ -103,6 +54,7 @@ class Book:
         self.touched: dict[ModelName, Model] = {}
         self.num_ended: dict[RequestState, int] = dict.fromkeys(_OUTCOMES, 0)
         self.num_rejected = 0
+        self.prefixes = Prefixes(settings)
 
     def touch(self, model: Model) -> None:
         """Have what is to be told to its worker sent after this stimulus."""
@@ -126,7 +78,7 @@ class Book:
         if flow is None:
             flow = tenant.flows[model.name] = model.fair.flows[tenant.id] = Flow(tenant)
         model.fair.settle()
-        record = RequestRecord(request, flow, submitted_at=now, windowed=request.windowed)
+        record = RequestRecord(request, flow, submitted_at=now, windowed=request.windowed, scope=request.scope)
         self.requests[request.id] = record
         flow.queued.add(record)
         model.num_unstarted += 1
@@ -157,6 +109,8 @@ class Book:
         move_request(record, state)
         for sequence in record.sequences:
             self.let_go(model, sequence)
+        if state is not RequestState.FINISHED:
+            self.unpin(record.request.id)  # its client gets no handle to release
         self.out.append(End(record.request.id, self._outcome(record, error, now)))
         self.num_ended[state] += 1
         self.look_again(model)
@@ -169,9 +123,27 @@ class Book:
             prefill_seconds=record.prefill_seconds,
             first_token_seconds=None if record.first_token_at is None else record.first_token_at - start,
             total_seconds=now - start,
+            restore_seconds=record.restore_seconds,
         )
         prompt_tokens = TokenIds() if record.prompt_tokens is None else record.prompt_tokens
-        return Outcome(_OUTCOMES[record.state], prompt_tokens, timings, record.fingerprint, record.warnings, error)
+        return Outcome(
+            _OUTCOMES[record.state],
+            prompt_tokens,
+            timings,
+            record.fingerprint,
+            record.warnings,
+            error,
+            cached_tokens=tuple(sequence.cached_length for sequence in record.sequences),
+            pinned_length=record.pinned_length,
+        )
+
+    def unpin(self, request: RequestId) -> None:
+        """What is pinned for it, now or by what is still on its way from the worker, may be forgotten. Harmless when nothing is."""
+        if (record := self.requests.get(request)) is not None:
+            record.is_unpinned = True
+        pin = self.prefixes.unpin(request)
+        if pin is not None and self.models[pin.model].can_work:
+            self.send(self.models[pin.model], Unpin((pin.sequence,)))
 
     def forget_if_free(self, model: Model, record: RequestRecord) -> None:
         """Drop an ended record once the worker holds nothing of it."""
@@ -188,6 +160,9 @@ class Book:
             move_sequence(sequence, SequenceState.RELEASED)
         elif sequence.state not in (SequenceState.RELEASING, SequenceState.RELEASED):
             self.leave_batch(model, sequence)
+            self.prefixes.index.release(sequence.id)
+            if sequence.leads:
+                self.look_again(model)  # a follower takes over
             sequence.record.flow.charge(sequence.length - sequence.charged_length)
             sequence.charged_length = sequence.length
             move_sequence(sequence, SequenceState.RELEASING)
@@ -216,6 +191,9 @@ class Book:
 
     def lose(self, model: Model, error: TroupeError, now: float) -> None:
         """Its worker is gone, or never came: every request of the model ends with an `error` of its own, every slot is free."""
+        self.prefixes.lose(model.name, model.promises.values())
+        model.promises.clear()
+        model.hints.clear()
         for record in [record for record in self.requests.values() if record.request.model == model.name]:
             if not record.has_ended:
                 self.end(record, RequestState.FAILED, error.fresh(), now)

@@ -6,7 +6,8 @@ rise. Grants are collected per model and travel with the next step's answer, or 
 
 from __future__ import annotations
 
-from runtime.scheduler.book import Book, Model
+from runtime.scheduler.book import Book
+from runtime.scheduler.model import Model
 from runtime.scheduler.request import RequestRecord, Sequence, SequenceState, move_sequence
 
 

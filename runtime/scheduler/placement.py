@@ -10,12 +10,13 @@ from itertools import islice
 
 import msgspec
 
-from runtime.protocol.commands import Prefill, PrefillRow, Prepare
+from runtime.protocol.commands import Prefill, PrefillRow, PrefixUse, Prepare
 from runtime.protocol.tokens import TokenIds
-from runtime.scheduler import prefill
+from runtime.scheduler import prefill, restoring
 from runtime.scheduler.admission import row_cost
-from runtime.scheduler.book import Book, Model
+from runtime.scheduler.book import Book
 from runtime.scheduler.grants import limit_of
+from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
     RequestRecord,
     RequestState,
@@ -28,6 +29,10 @@ from runtime.scheduler.request import (
 
 PREPARED_PER_SLOT = 2
 """Requests prepared ahead for each slot. More would only hold prompts in memory: their order is decided at the slot."""
+
+
+MAX_HELD = 256
+"""Rows that follow others, passed over in one round before it ends: a bound on the work of a round, not on followers."""
 
 
 def place(book: Book, model: Model, now: float) -> None:
@@ -43,17 +48,34 @@ def place(book: Book, model: Model, now: float) -> None:
 def _fill_slots(book: Book, model: Model, now: float) -> None:
     outstanding = [batch.padded_tokens for batch in model.batches]
     num_free = model.num_free_slots if prefill.is_room(outstanding, book.settings.prefill_chunk_tokens) else 0
-    rows = list(islice(model.fair.rows_in_order(lambda record: row_cost(model, record)), num_free)) if num_free > 0 else []
+    rows = _startable(book, model, num_free) if num_free > 0 else []
     if 0 < len(rows) < num_free and _collects(book, model, now):
         return
     model.collect_until = None
-    for chosen in prefill.plan_batches([row.length for row in rows], outstanding, book.settings.prefill_batch_tokens):
-        members = [rows[index] for index in chosen]
-        batch = prefill.Batch(padded_tokens=max(row.length for row in members) * len(members), num_rows_left=len(members))
+    starts = [restoring.find(book, model, row) for row in rows]
+    for chosen in prefill.plan_batches([start.num_left for start in starts], outstanding, book.settings.prefill_batch_tokens):
+        members = [starts[index] for index in chosen]
+        num_rows = len(members)
+        padded_tokens = max(start.num_left for start in members) * num_rows
+        batch = prefill.Batch(padded_tokens=padded_tokens, num_rows_left=num_rows, num_rows=num_rows)
         model.batches.append(batch)
-        for sequence in members:
-            _start(book, model, sequence, batch, now)
-        book.send(model, Prefill(tuple(_prefill_row(sequence) for sequence in members)))
+        for start in members:
+            _start(book, model, start, batch, now)
+        book.send(model, Prefill(tuple(_prefill_row(start.sequence, restoring.lease(book, start)) for start in members)))
+
+
+def _startable(book: Book, model: Model, num_free: int) -> list[Sequence]:
+    """At most `num_free` rows, in the order of the fair queue but for those that follow another."""
+    flights = restoring.Flights(book, model)
+    rows: list[Sequence] = []
+    candidates = model.fair.rows_in_order(lambda record: row_cost(model, record))
+    for sequence in islice(candidates, num_free + MAX_HELD):
+        if len(rows) == num_free:
+            break
+        if not flights.is_held(sequence):
+            flights.choose(sequence)
+            rows.append(sequence)
+    return rows
 
 
 def _collects(book: Book, model: Model, now: float) -> bool:
@@ -66,10 +88,11 @@ def _collects(book: Book, model: Model, now: float) -> bool:
     return now < model.collect_until
 
 
-def _start(book: Book, model: Model, sequence: Sequence, batch: prefill.Batch, now: float) -> None:
+def _start(book: Book, model: Model, start: restoring.Start, batch: prefill.Batch, now: float) -> None:
+    sequence = start.sequence
     record = sequence.record
     cost = row_cost(model, record)
-    model.fair.serve(record.flow, cost)
+    model.fair.serve(record.flow, max(0, cost - start.expected))
     sequence.charged_length = cost
     sequence.batch = batch
     sequence.placed_at = now
@@ -85,7 +108,7 @@ def _start(book: Book, model: Model, sequence: Sequence, batch: prefill.Batch, n
         record.flow.ready.take(record)
 
 
-def _prefill_row(sequence: Sequence) -> PrefillRow:
+def _prefill_row(sequence: Sequence, prefix: PrefixUse | None) -> PrefillRow:
     request, prompt = sequence.record.request, sequence.record.prompt_tokens
     assert prompt is not None
     sampling = request.sampling
@@ -100,6 +123,8 @@ def _prefill_row(sequence: Sequence) -> PrefillRow:
         sampling=sampling,
         stop=request.stop,
         ignore_eos=request.ignore_eos,
+        prefix=prefix,
+        prefill_only=request.prefill_only,
     )
 
 

@@ -21,10 +21,11 @@ LIKE_TOKENS = 64
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """A batch under way. `num_rows_left`: rows neither prefilled nor ended yet; at 0 it is over."""
+    """A batch under way. `num_rows_left`: rows neither prefilled nor ended yet; at 0 it is over. `num_rows`: at the start."""
 
     padded_tokens: int
     num_rows_left: int
+    num_rows: int = 0
 
 
 def is_room(outstanding: Sequence[int], chunk_tokens: int) -> bool:

@@ -7,9 +7,24 @@ our Release on the way); a gap, a contradiction or an id that was never given is
 from __future__ import annotations
 
 from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest, ModelNotLoaded, TroupeError
-from runtime.protocol.events import AnyEvent, FinishReason, Prefilled, Prepared, Refused, Released, StepDone, StepRow
+from runtime.protocol.events import (
+    AnyEvent,
+    FinishReason,
+    Kept,
+    Prefilled,
+    Prepared,
+    Refused,
+    Released,
+    Restored,
+    SegmentPublished,
+    SegmentRejected,
+    StepDone,
+    StepRow,
+)
 from runtime.protocol.ids import SequenceId
-from runtime.scheduler.book import Book, Model, smoothed
+from runtime.scheduler import keeping, restoring
+from runtime.scheduler.book import Book, smoothed
+from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
     Piece,
     RequestRecord,
@@ -33,6 +48,12 @@ def hear(book: Book, model: Model, event: AnyEvent, now: float) -> None:
         _prepared(book, model, event, now)
     elif isinstance(event, Prefilled):
         _prefilled(book, model, event)
+    elif isinstance(event, Restored | Kept):
+        _found_or_kept(book, model, event)
+    elif isinstance(event, SegmentPublished):
+        keeping.published(book, model, event)
+    elif isinstance(event, SegmentRejected):
+        keeping.rejected(book, model, event)
     elif isinstance(event, Released):
         _released(book, model, event, now)
     elif isinstance(event, Refused):
@@ -63,6 +84,7 @@ def _prepared(book: Book, model: Model, event: Prepared, now: float) -> None:
         record.sequences.append(Sequence(SequenceId(book.next_sequence), number, record, num_prompt, max_length))
         book.next_sequence += 1
     record.num_unfinished = len(record.sequences)
+    restoring.prepare(book, model, record)
     record.flow.ready.add(record)
     book.look_again(model)
 
@@ -72,6 +94,8 @@ def _prepared(book: Book, model: Model, event: Prepared, now: float) -> None:
 
 def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
     news: dict[int, RequestRecord] = {}
+    known = [sequence for sequence_id, _ in event.rows if (sequence := model.sequences.get(sequence_id)) is not None]
+    restoring.computed(model, known, event.seconds)
     for sequence_id, length in event.rows:
         sequence = model.sequences.get(sequence_id)
         if sequence is None:
@@ -85,6 +109,16 @@ def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
             _start_decoding(book, model, sequence)
     for record in news.values():
         record.prefill_seconds = max(record.prefill_seconds or 0.0, event.seconds)
+
+
+def _found_or_kept(book: Book, model: Model, event: Restored | Kept) -> None:
+    sequence = model.sequences.get(event.sequence)
+    if sequence is None:
+        _never_given(book, model, event.sequence)
+    elif isinstance(event, Restored):
+        restoring.restored(book, model, sequence, event)
+    else:
+        keeping.kept(book, model, sequence, event)
 
 
 def _start_decoding(book: Book, model: Model, sequence: Sequence) -> None:
@@ -145,7 +179,8 @@ def _was_said(sequence: Sequence, row: StepRow) -> bool:
 def _finish(book: Book, model: Model, sequence: Sequence, reason: FinishReason, now: float) -> None:
     record = sequence.record
     sequence.finish = reason
-    model.output_tokens = smoothed(model.output_tokens, len(sequence.committed))
+    if not record.request.prefill_only:
+        model.output_tokens = smoothed(model.output_tokens, len(sequence.committed))
     book.let_go(model, sequence)
     record.num_unfinished -= 1
     if record.num_unfinished == 0:

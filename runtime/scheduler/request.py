@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from runtime.errors import TroupeError
-from runtime.prefix.hashing import Scope
+from runtime.prefix.hashing import BlockHash, Scope, Secret
+from runtime.prefix.plans import Plan
 from runtime.protocol.commands import Prompt, Sampling
 from runtime.protocol.events import FinishReason, TokenLogprob
 from runtime.protocol.ids import ModelName, RequestId, SequenceId, TenantId
@@ -122,6 +123,9 @@ class Sequence:
 
     Lengths are absolute (prompt included). `charged_length`: up to which its tenant has been charged; 0 while WAITING.
     `num_read`: committed tokens its client has read. `placed_at`: when it got its slot.
+    Of prefixes: `plan`: the files named for it; `expected_length`: how much was then expected to be restored, `cached_length`:
+    how much was. `awaits_restored`: it has a PrefixUse and no Restored came yet; until then its leases run. `keeps`: memory is
+    told to keep it, so others may follow it. `awaited_length`: what it last followed another for, 0 if nobody.
     """
 
     id: SequenceId
@@ -137,10 +141,32 @@ class Sequence:
     placed_at: float = 0.0
     batch: Batch | None = None
     finish: FinishReason | None = None
+    plan: Plan | None = None
+    expected_length: int = 0
+    cached_length: int = 0
+    awaits_restored: bool = False
+    keeps: bool = False
+    awaited_length: int = 0
 
     @property
     def length(self) -> int:
         return self.prompt_length + len(self.committed)
+
+    @property
+    def leads(self) -> bool:
+        """Whether others may wait for what it computes."""
+        return self.keeps and self.state is SequenceState.PREFILLING and self.record.secret is not None
+
+
+@dataclass(slots=True, eq=False)
+class Following:
+    """Its waiting sequences are held back while `leader` computes `length` tokens of their prompt, of which `available` can be had
+    already; `num_hints`: the last of the model's hints that this takes into account."""
+
+    leader: Sequence
+    length: int
+    available: int
+    num_hints: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -149,6 +175,8 @@ class RequestRecord:
 
     `prompt_tokens` is None until prepared; then there is one Sequence per number. `windowed` starts as the request's own and
     ends with `Unwindow`. Times are in the scheduler's clock.
+    Of prefixes: `scope` is the request's own until that is erased. `secret`, `chain`: known once prepared, if its model's prefixes
+    can be kept; None and empty otherwise. `is_unpinned`: whatever is pinned for it is not wanted any more.
     """
 
     request: Request
@@ -164,6 +192,13 @@ class RequestRecord:
     started_at: float | None = None
     first_token_at: float | None = None
     prefill_seconds: float | None = None
+    restore_seconds: float | None = None
+    scope: Scope | None = None
+    secret: Secret | None = field(default=None, repr=False)
+    chain: list[BlockHash] = field(default_factory=list, repr=False)
+    following: Following | None = field(default=None, repr=False)
+    pinned_length: int = 0
+    is_unpinned: bool = False
 
     @property
     def has_ended(self) -> bool:

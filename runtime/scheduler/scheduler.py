@@ -19,11 +19,25 @@ from runtime.config import Settings
 from runtime.errors import RuntimeClosed, TroupeError
 from runtime.protocol.ids import RequestId
 from runtime.protocol.tokens import TokenIds
-from runtime.scheduler.ports import WorkerPort
+from runtime.scheduler.ports import FilesPort, WorkerPort
 from runtime.scheduler.request import Outcome, Request, Timings
 from runtime.scheduler.state import SchedulerState
 from runtime.scheduler.stats import SchedulerStats, snapshot
-from runtime.scheduler.stimuli import Accept, Breach, Deliver, End, Instruction, Reject, Send, Stimulus, Submit, Tick, WakeAt
+from runtime.scheduler.stimuli import (
+    Accept,
+    Breach,
+    DeleteFiles,
+    Deliver,
+    End,
+    Instruction,
+    MarkUsed,
+    Reject,
+    Send,
+    Stimulus,
+    Submit,
+    Tick,
+    WakeAt,
+)
 from runtime.scheduler.stream import TokenStream
 
 
@@ -33,10 +47,19 @@ class Scheduler:
     `on_end` may be set: it is called once for each accepted request, after its stream has its outcome.
     """
 
-    def __init__(self, workers: WorkerPort, settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        workers: WorkerPort,
+        settings: Settings,
+        *,
+        files: FilesPort | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """files: may be left out where `settings` allow no prefix files (prefix_disk_bytes is 0 or None)."""
         self.state = SchedulerState(settings)
         self.on_end: Callable[[Request, Outcome], None] = lambda request, outcome: None
         self._workers = workers
+        self._files = files
         self._window_tokens = settings.stream_window_tokens
         self._clock = clock
         self._request_ids = itertools.count(1)
@@ -136,6 +159,12 @@ class Scheduler:
                 self._wake_at = when
                 if self._wake_changed is not None:
                     self._wake_changed.set()
+            case DeleteFiles(entries=entries):
+                if self._files is not None:
+                    self._files.delete(entries)
+            case MarkUsed(entries=entries):
+                if self._files is not None:
+                    self._files.mark_used(entries)
             case Breach(model=model, incarnation=incarnation, what=what):
                 self._workers.breach(model, incarnation, what)
             case _:

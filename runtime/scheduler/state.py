@@ -11,19 +11,23 @@ from typing import assert_never
 from runtime.config import Settings
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
 from runtime.protocol.ids import ModelName, RequestId
-from runtime.scheduler import grants, progress
+from runtime.scheduler import grants, keeping, progress
 from runtime.scheduler.admission import refusal
-from runtime.scheduler.book import Book, Model
+from runtime.scheduler.book import Book
+from runtime.scheduler.model import Model
 from runtime.scheduler.placement import place
 from runtime.scheduler.request import Request, RequestRecord, RequestState
 from runtime.scheduler.stimuli import (
     Accept,
     Cancel,
+    EraseTenant,
+    FilesSeen,
     Instruction,
     ModelAdded,
     ModelRemoved,
     Read,
     Reject,
+    ReleasePrefix,
     Stimulus,
     Submit,
     TenantSet,
@@ -87,8 +91,15 @@ class SchedulerState:
                 self._expire(now)
             case TenantSet(tenant=name, spec=spec):
                 book.tenant(name).spec = spec
+                book.prefixes.set_cap(name, spec.prefix_disk_bytes)
                 for model_name in book.tenant(name).flows:
                     book.look_again(book.models[model_name])
+            case ReleasePrefix(request=request):
+                book.unpin(request)
+            case FilesSeen():
+                keeping.files_seen(book, stimulus)
+            case EraseTenant():
+                keeping.erase(book, stimulus)
             case ModelAdded():
                 self._model_added(stimulus)
             case WorkerUp():

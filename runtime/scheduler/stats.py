@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from runtime.prefix.plans import Entry
+from runtime.protocol.ids import TenantId
 from runtime.scheduler.admission import num_unstarted
-from runtime.scheduler.book import Book, Model
+from runtime.scheduler.book import Book
+from runtime.scheduler.model import Model
+from runtime.scheduler.prefixes import Counts
 from runtime.scheduler.request import RequestState, SequenceState
 
 
@@ -25,12 +29,37 @@ class ModelStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Counts since the start, of a tenant's own scope and requests, or of all.
+
+    hits_memory, hits_file: sequences that began with a restored prefix. misses: by reason, "none" when there was nothing to restore,
+    otherwise what was wrong with a file. cached_tokens, computed_tokens: of the prompts. followed: sequences that waited for
+    another to compute what they share, and followed_tokens: what that spared. published, rejected (by reason), evictions: of files.
+    num_files, file_bytes: on the disk now, as far as known.
+    """
+
+    hits_memory: int
+    hits_file: int
+    misses: Mapping[str, int]
+    cached_tokens: int
+    computed_tokens: int
+    followed: int
+    followed_tokens: int
+    published: int
+    rejected: Mapping[str, int]
+    evictions: int
+    num_files: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TenantStats:
     """queued: its requests that have not started; running: those with a slot; tokens_served: generated for it, ever."""
 
     queued: int
     running: int
     tokens_served: int
+    prefixes: PrefixStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +72,20 @@ class SchedulerStats:
     cancelled: int
     failed: int
     rejected: int
+    prefixes: PrefixStats
 
 
 def snapshot(book: Book) -> SchedulerStats:
     models: dict[str, ModelStats] = {name: _model_stats(book, model) for name, model in book.models.items()}
+    files: dict[TenantId | None, list[Entry]] = {}
+    for entry in book.prefixes.index.entries():
+        files.setdefault(entry.tenant, []).append(entry)
     tenants: dict[str, TenantStats] = {
         tenant.id: TenantStats(
             queued=sum(num_unstarted(flow) for flow in tenant.flows.values()),
             running=tenant.num_running,
             tokens_served=tenant.num_tokens_served,
+            prefixes=_prefix_stats([book.prefixes.counts[tenant.id]], files.get(tenant.id, [])),
         )
         for tenant in book.tenants.values()
     }
@@ -62,6 +96,24 @@ def snapshot(book: Book) -> SchedulerStats:
         cancelled=book.num_ended[RequestState.CANCELLED],
         failed=book.num_ended[RequestState.FAILED],
         rejected=book.num_rejected,
+        prefixes=_prefix_stats(list(book.prefixes.counts.values()), book.prefixes.index.entries()),
+    )
+
+
+def _prefix_stats(counts: list[Counts], entries: list[Entry]) -> PrefixStats:
+    return PrefixStats(
+        hits_memory=sum(one.hits_memory for one in counts),
+        hits_file=sum(one.hits_file for one in counts),
+        misses=dict(sum((one.misses for one in counts), Counter())),
+        cached_tokens=sum(one.cached_tokens for one in counts),
+        computed_tokens=sum(one.computed_tokens for one in counts),
+        followed=sum(one.followed for one in counts),
+        followed_tokens=sum(one.followed_tokens for one in counts),
+        published=sum(one.published for one in counts),
+        rejected=dict(sum((one.rejected for one in counts), Counter())),
+        evictions=sum(one.evictions for one in counts),
+        num_files=len(entries),
+        file_bytes=sum(entry.num_bytes for entry in entries),
     )
 
 

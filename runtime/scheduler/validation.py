@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 
 from runtime.scheduler.admission import num_unstarted
-from runtime.scheduler.book import Book, Model
+from runtime.scheduler.book import Book
 from runtime.scheduler.grants import limit_of
+from runtime.scheduler.model import Model
 from runtime.scheduler.request import RequestRecord, RequestState, Sequence, SequenceState
 
 _IN_SLOT = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED, SequenceState.RELEASING})
@@ -29,6 +30,7 @@ def validate(book: Book) -> None:
         running = sum(_runs(record) for record in book.requests.values() if record.request.tenant == tenant.id)
         assert tenant.num_running == running, f"tenant {tenant.id}: {tenant.num_running} running, counted {running}"
         assert all(book.models[name].fair.flows[tenant.id] is flow for name, flow in tenant.flows.items())
+    _validate_prefixes(book)
     timed = {request_id for _, request_id in book.deadlines}
     for record in book.requests.values():
         if record.request.deadline_seconds is not None and not record.has_ended:
@@ -36,6 +38,21 @@ def validate(book: Book) -> None:
             assert book.wake_at is not None, "a deadline without a wake-up"
     for model in book.models.values():
         assert model.collect_until is None or book.wake_at is not None, f"model {model.name}: rows collect without a wake-up"
+
+
+def _validate_prefixes(book: Book) -> None:
+    prefixes = book.prefixes
+    prefixes.index.validate()
+    awaiting = {
+        sequence.id
+        for model in book.models.values()
+        for sequence in model.sequences.values()
+        if sequence.awaits_restored and sequence.state is not SequenceState.RELEASING
+    }
+    promises = [promise for model in book.models.values() for promise in model.promises.values() if not promise.is_erased]
+    assert {promise.entry.name for promise in promises} == prefixes.promised, "promised files are miscounted"
+    allowed = awaiting | {pin.holder for pin in prefixes.pins.values()} | {promise.holder for promise in promises}
+    assert prefixes.index.holders() <= allowed, f"leases of nobody: {prefixes.index.holders() - allowed}"
 
 
 def _runs(record: RequestRecord) -> bool:
