@@ -105,7 +105,7 @@ async def test_a_prompt_asked_again_gives_the_same_tokens_wherever_it_is_found(f
         assert rt.stats().scheduler.prefixes.hits_file > 0
 
     in_blocks = sum((length - 1) // 256 * 256 for length in LENGTHS)
-    assert cached["first"] == 0
+    assert cached["first"] <= len(LENGTHS)  # unrelated prompts may begin with the same token
     assert cached["memory"] >= in_blocks
     assert cached["other worker"] == cached["later"]
     assert 0.8 * in_blocks <= cached["later"] <= in_blocks + len(LENGTHS) * 2
