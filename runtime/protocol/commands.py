@@ -177,7 +177,7 @@ class PrefillRow(Wire):
     `prompt_length`: absolute; tokens at or after it are this sequence's own committed output (a replay), which penalties
     and stop strings count as output. `max_length`: absolute length at which it finishes with "length". `limit`: absolute
     length at which it parks until a `Grant`. `prefix`: None neither finds nor keeps anything. `prefill_only`: all tokens are
-    computed, none is drawn, and the sequence finishes with "length" (`max_length` is then the number of tokens).
+    computed, none is generated, and the sequence finishes with "length" (`max_length` is then the number of tokens).
     """
 
     sequence: SequenceId

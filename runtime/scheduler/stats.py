@@ -32,9 +32,10 @@ class ModelStats:
 class PrefixStats:
     """Counts since the start, of a tenant's own scope and requests, or of all.
 
-    hits_memory, hits_file: sequences that began with a restored prefix. misses: by reason, "none" when there was nothing to restore,
-    otherwise what was wrong with a file. cached_tokens, computed_tokens: of the prompts. followed: sequences that waited for
-    another to compute what they share, and followed_tokens: what that spared. published, rejected (by reason), evictions: of files.
+    hits_memory, hits_file: sequences that began with a restored prefix. misses: by reason, "none" when nothing was there to
+    restore, otherwise what was wrong with a file. cached_tokens, computed_tokens: of the prompts. followed: sequences that
+    waited for another to compute what they share; followed_tokens: what that spared. published, rejected (by reason), evictions:
+    of files.
     num_files, file_bytes: on the disk now, as far as known.
     """
 

@@ -183,9 +183,10 @@ class Loop:
                         prefilled.append((row.sequence, row.num_known))
                 if result.tokens:
                     row.num_pending -= 1
-                    said.append(row.commit(result.tokens[0], result.logprobs))
-                elif row.start.prefill_only and row.num_proven == row.num_known:
-                    said.append(row.end("length", row.num_known, (), "", ()))
+                    if row.start.prefill_only:
+                        said.append(row.end("length", row.num_known, (), "", ()))
+                    else:
+                        said.append(row.commit(result.tokens[0], result.logprobs))
             except RowError as error:
                 row.is_over = row.has_failed = True
                 self._sequences.refuse(_command_of(step), error.code, str(error), row.sequence)

@@ -109,13 +109,15 @@ class Row:
         return next((stop - self.num_fed for stop in self.stops if stop > self.num_fed), self.num_known - self.num_fed)
 
     def take_chunk(self, width: int) -> RowStep:
-        """The step that feeds the next `width` context tokens; the last chunk also samples the first token, if one is wanted."""
+        """The step that feeds the next `width` context tokens; the last chunk also samples the first token.
+
+        Of a `prefill_only` row that token is dropped: drawing it shows that what was computed is finite.
+        """
         begin, self.num_fed = self.num_fed, self.num_fed + width
         is_last = self.num_fed == self.num_known
-        num_samples = 1 if is_last and not self.start.prefill_only else 0
-        step = RowStep(self.sequence, self.tokens[begin : self.num_fed], num_samples)
+        step = RowStep(self.sequence, self.tokens[begin : self.num_fed], 1 if is_last else 0)
         if is_last:
-            self.num_pending = num_samples
+            self.num_pending = 1
             self.tokens = []
         return step
 
