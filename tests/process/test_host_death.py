@@ -16,12 +16,15 @@ import pytest
 from tests.support import census
 
 HOST = """
+import signal
 import sys
 import anyio
 import runtime
 from runtime.testing import Fault, fake_model
 
 stage, backend = sys.argv[1:]
+for number in (signal.SIGHUP, signal.SIGTERM):
+    signal.signal(number, signal.SIG_DFL)  # under nohup they would be inherited as ignored
 SPECS = {
     "import": fake_model("chat", faults=(Fault("import", "sleep", seconds=600.0),)),
     "load": fake_model("chat", faults=(Fault("load", "hang"),)),
