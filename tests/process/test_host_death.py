@@ -24,7 +24,8 @@ from runtime.testing import Fault, fake_model
 
 stage, backend = sys.argv[1:]
 for number in (signal.SIGHUP, signal.SIGTERM):
-    signal.signal(number, signal.SIG_DFL)  # under nohup they would be inherited as ignored
+    signal.signal(number, signal.SIG_DFL)  # whoever runs the tests in the background or under nohup has them ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 SPECS = {
     "import": fake_model("chat", faults=(Fault("import", "sleep", seconds=600.0),)),
     "load": fake_model("chat", faults=(Fault("load", "hang"),)),
