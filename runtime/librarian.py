@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -30,7 +30,7 @@ FIRST_SCAN_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 5.0
 """At the end, for what is still to be deleted. What stays, the next process finds."""
 MAX_MARKS: Final = 4096
-"""Uses that wait to be told to other processes. Of more, the oldest are lost, and a file may be evicted too early for it."""
+"""Files whose uses wait to be told to other processes. Of more, the oldest are lost, and one may be evicted too early for it."""
 
 _Result = TypeVar("_Result")
 
@@ -64,7 +64,7 @@ class Librarian:
         self._close_seconds = close_seconds
         self._deletes: dict[BlockHash, Entry] = {}
         """Bounded by the files there are: the scheduler tells each to go once."""
-        self._marks: dict[BlockHash, Entry] = {}
+        self._marks: dict[BlockHash, _Mark] = {}
         self._news = anyio.Event()
         self._scanned = anyio.Event()
         self._turn = anyio.Lock()
@@ -88,8 +88,8 @@ class Librarian:
         if self._shelf is None:
             return
         for entry in entries:
-            self._marks.pop(entry.name, None)  # the latest use stands last
-            self._marks[entry.name] = entry
+            before = self._marks.pop(entry.name, None)  # the latest use stands last
+            self._marks[entry.name] = _Mark(entry, 1 if before is None else before.num_uses + 1)
         while len(self._marks) > MAX_MARKS:
             del self._marks[next(iter(self._marks))]
 
@@ -143,10 +143,13 @@ class Librarian:
         """Deletes and marks. Those of a call that was cancelled are carried out once more, which harms nothing."""
         deletes, marks = list(self._deletes.values()), list(self._marks.values())
         await self._in_thread(partial(shelf.carry_out, deletes, marks))
-        for waiting, done in ((self._deletes, deletes), (self._marks, marks)):
-            for entry in done:
-                if waiting.get(entry.name) is entry:
-                    del waiting[entry.name]
+        for entry in deletes:
+            if self._deletes.get(entry.name) is entry:
+                del self._deletes[entry.name]
+        for done in marks:
+            left = self._marks.pop(done.entry.name, done)
+            if left.num_uses > done.num_uses:
+                self._marks[done.entry.name] = _Mark(left.entry, left.num_uses - done.num_uses)
 
     async def _in_thread(self, work: Callable[[], _Result]) -> _Result | None:
         """None when the work met a defect, which is reported. Being cancelled, this leaves the thread to itself."""
@@ -188,6 +191,13 @@ class Librarian:
         return scopes
 
 
+class _Mark(NamedTuple):
+    """A file's uses that nobody else knows of yet."""
+
+    entry: Entry
+    num_uses: int
+
+
 class _Shelf:
     """The work in the thread. A call that nobody waits for any more may still run when the next one comes, hence the lock."""
 
@@ -205,10 +215,10 @@ class _Shelf:
         with self._lock:
             return self._scanner.scan(), scan.free_bytes(self._root)
 
-    def carry_out(self, deletes: Iterable[Entry], marks: Iterable[Entry]) -> None:
+    def carry_out(self, deletes: Iterable[Entry], marks: Iterable[_Mark]) -> None:
         with self._lock:
             self._scanner.delete(deletes)
-            self._scanner.mark_used(marks)
+            self._scanner.mark_used(entry for entry, num_uses in marks for _ in range(num_uses))
 
 
 def _erase_files(root: Path, scopes: Iterable[Scope]) -> int:

@@ -53,13 +53,13 @@ def read(path: Path) -> Hits | None:
     return Hits(int(first), int(last))
 
 
-def add(root: Path, path: Path, changed_ns: int) -> None:
-    """Count a use of the segment file `path` in the cache directory `root`. changed_ns: its time of last change before the use.
+def add(root: Path, path: Path, changed_ns: int, num_uses: int = 1) -> None:
+    """Count uses of the segment file `path` in the cache directory `root`. changed_ns: its time of last change before them.
 
     :raises OSError: it could not be counted.
     """
     before = read(path) or Hits(0, max(changed_ns, 0))
-    after = Hits(min(before.num_hits + 1, _LAST), before.made_ns)
+    after = Hits(min(before.num_hits + num_uses, _LAST), before.made_ns)
     counter = hits_path(path)
     with temporary.temporary_file(root) as (descriptor, written):
         # Not brought to the disk at once: after a power cut it may count from the beginning, which is worth no wait.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ class Scanner:
 
     def mark_used(self, entries: Iterable[Entry]) -> None:
         """Let other processes and later ones know. Each is counted as one use, as often as it is given."""
-        for entry in entries:
+        for entry, num_uses in Counter(entries).items():
             path = self._path(entry)
             with contextlib.suppress(OSError):
                 before = _stamp(path)
@@ -91,7 +92,7 @@ class Scanner:
                 seen = self._seen.get(path)
                 if seen is not None:  # our own use is no news
                     self._seen[path] = (_stamp(path), seen[1])
-                hits.add(self._root, path, before.used_ns)
+                hits.add(self._root, path, before.used_ns, num_uses)
 
     def delete(self, entries: Iterable[Entry]) -> int:
         """Carry evictions out; how many segments are gone."""

@@ -18,7 +18,7 @@ import pytest
 from runtime import librarian as module
 from runtime.errors import EraseFailed
 from runtime.librarian import MAX_MARKS, Librarian
-from runtime.prefix import scan, temporary
+from runtime.prefix import hits, scan, temporary
 from runtime.prefix.hashing import BLOCK_TOKENS, tenant_file_name
 from runtime.prefix.keys import Keyring
 from runtime.prefix.plans import Entry
@@ -166,7 +166,7 @@ async def test_a_file_on_its_way_out_is_not_told_as_new(tmp_path: Path, monkeypa
     assert other.entries == []
 
 
-async def test_uses_are_marked_with_the_next_look_and_the_last_of_them_wins(tmp_path: Path) -> None:
+async def test_uses_are_marked_by_the_end_at_the_latest_and_each_is_counted(tmp_path: Path) -> None:
     house = House(tmp_path)
     old, new = house.publish(seed=1), house.publish(seed=2)
     for path in (old, new):
@@ -174,7 +174,10 @@ async def test_uses_are_marked_with_the_next_look_and_the_last_of_them_wins(tmp_
     async with running(house):
         entry = next(entry for entry in house.entries if old.name.startswith(entry.name.hex()))
         house.librarian.mark_used([entry, entry])
+        house.librarian.mark_used([entry])
     assert old.stat().st_mtime > 1
+    assert hits.read(old) == (3, 1_000_000_000)
+    assert hits.read(new) is None
     assert new.stat().st_mtime == 1
 
 
