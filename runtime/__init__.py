@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from runtime.prefill_options import PrefillOptions
     from runtime.protocol.events import Capabilities, ModelFacts, PrefixFacts, TokenLogprob, WorkerReport
     from runtime.scheduler.request import Timings
-    from runtime.scheduler.stats import ModelStats, SchedulerStats, TenantStats
+    from runtime.scheduler.stats import ModelStats, PrefixStats, SchedulerStats, TenantStats
     from runtime.watch import (
         LoadProgress,
         ModelStateChanged,
@@ -94,7 +94,7 @@ _HOMES = {
     "prefill_options": ("PrefillOptions",),
     "protocol.events": ("Capabilities", "ModelFacts", "PrefixFacts", "TokenLogprob", "WorkerReport"),
     "scheduler.request": ("Timings",),
-    "scheduler.stats": ("ModelStats", "SchedulerStats", "TenantStats"),
+    "scheduler.stats": ("ModelStats", "PrefixStats", "SchedulerStats", "TenantStats"),
     "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -128,6 +128,7 @@ __all__ = [
     "PrefillOptions",
     "PrefixFacts",
     "PrefixHandle",
+    "PrefixStats",
     "PromptOptions",
     "ProtocolMismatch",
     "RequestEnded",
