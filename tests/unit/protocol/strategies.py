@@ -21,6 +21,7 @@ _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**64 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=20),
+    bytes: st.binary(max_size=40),
     bool: st.booleans(),
     type(None): st.none(),
     TokenIds: st.one_of(st.lists(_ids, max_size=8), _long_runs).map(TokenIds),
