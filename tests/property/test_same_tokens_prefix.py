@@ -108,7 +108,8 @@ async def test_a_prompt_asked_again_gives_the_same_tokens_wherever_it_is_found(f
     assert cached["first"] <= len(LENGTHS)  # unrelated prompts may begin with the same token
     assert cached["memory"] >= in_blocks
     assert cached["other worker"] == cached["later"]
-    assert 0.8 * in_blocks <= cached["later"] <= in_blocks + len(LENGTHS) * 2
+    at_most = sum(min(length - 1, length // 256 * 256) for length in LENGTHS)  # where any position can be continued
+    assert 0.8 * in_blocks <= cached["later"] <= at_most + len(LENGTHS) * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
