@@ -17,19 +17,28 @@ from runtime.protocol.events import (
     StepDone,
 )
 from runtime.protocol.ids import SequenceId
+from runtime.worker.prefix_keep import MIN_TOKENS
 from tests.support.phases import Phases, kept, release, restored, start
 from tests.unit.worker.fake_prefixes import OTHER_SCOPE, expected, load_fake, positions, prompt_of, tokens_of
 
 # -- memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 511, 512, 513, 1000])
+@pytest.mark.parametrize("length", [MIN_TOKENS, 255, 256, 257, 511, 512, 513, 1000])
 def test_a_prompt_asked_again_leaves_one_token_to_compute(length: int) -> None:
     prompt = prompt_of(length)
     events = Phases(load_fake(), [start(1, prompt)], [start(2, prompt)]).run()
     assert tokens_of(events, 1) == tokens_of(events, 2) == expected(prompt)
     assert restored(events, 1) == Restored(SequenceId(1), 0, "none")
-    assert restored(events, 2) == Restored(SequenceId(2), length - 1, "memory" if length > 1 else "none")
+    assert restored(events, 2) == Restored(SequenceId(2), length - 1, "memory")
+
+
+@pytest.mark.parametrize("length", [1, 2, MIN_TOKENS - 10])
+def test_a_context_that_is_computed_as_fast_as_copied_is_not_kept(length: int) -> None:
+    prompt = prompt_of(length)
+    events = Phases(load_fake(), [start(1, prompt)], [start(2, prompt)]).run()
+    assert tokens_of(events, 1) == tokens_of(events, 2) == expected(prompt)
+    assert restored(events, 2) == Restored(SequenceId(2), 0, "none")
 
 
 @pytest.mark.parametrize("shared", [1, 100, 255, 256, 257, 400, 512, 599, 600])
