@@ -34,6 +34,7 @@ test: check model
 
 bench: model
 	$(PYTHON) -m benchmarks.overhead
+	$(PYTHON) -m benchmarks.prefix
 
 $(STAMP): pyproject.toml scripts/make-venv
 	@sh scripts/make-venv $(VENV)
