@@ -57,6 +57,7 @@ class SchedulerState:
         if book.touched:
             for model in list(book.touched.values()):
                 if model.needs_placing:
+                    book.flush(model)  # a released row is kept before another that may go on from it begins
                     place(book, model, now)
                 book.flush(model)
             book.touched.clear()
