@@ -70,13 +70,15 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
             rt = await stack.enter_async_context(runtime.Runtime(settings))
             for model in ("left", "right"):
                 say(f"loading {model}")
-                await rt.load(runtime.ModelSpec(model, path=str(path)))
+                info = await rt.load(runtime.ModelSpec(model, path=str(path)))
             bench = Bench(
                 rt,
                 num_runs=values.runs or (1 if values.quick else 5),
                 num_prefix_tokens=600 if values.quick else 1024,
+                num_prefix_words=150 if values.quick else 920,
                 num_decode_tokens=8 if values.quick else 32,
                 num_cold_prompts=3 if values.quick else 8,
+                vocabulary_size=info.vocabulary_size or 0,
                 server=server,
             )
             await bench.ask("left", bench.tokens(40), 4)

@@ -37,15 +37,17 @@ class Bench:
     rt: runtime.Runtime
     num_runs: int
     num_prefix_tokens: int
+    num_prefix_words: int
     num_decode_tokens: int
     num_cold_prompts: int
+    vocabulary_size: int
     server: HttpServer | None
     numbers: random.Random = field(default_factory=lambda: random.Random(20))
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     def tokens(self, num_tokens: int) -> list[int]:
         """Ids that no prompt had before."""
-        return [self.numbers.randrange(1000, 40_000) for _ in range(num_tokens)]
+        return [self.numbers.randrange(self.vocabulary_size * 3 // 4) for _ in range(num_tokens)]  # special ids are few
 
     async def ask(self, model: str, tokens: list[int], max_tokens: int, *, cache: Cache = "on") -> tuple[Run, runtime.Usage]:
         """One stream; its usage tells what was restored."""
@@ -181,7 +183,7 @@ PARTS: dict[str, Callable[[Bench], Any]] = {"a": warm, "b": crowd, "c": publishi
 def _questions(bench: Bench, num_prompts: int) -> list[str]:
     """Prompts with one long beginning that was never seen, and an end of their own."""
     prefix = f"Notes number {bench.numbers.randrange(10**9)}: " + " ".join(
-        bench.numbers.choice(_WORDS) for _ in range(bench.num_prefix_tokens * 9 // 10)
+        bench.numbers.choice(_WORDS) for _ in range(bench.num_prefix_words)
     )
     return [f"{prefix}. Question {number}: what about {_WORDS[number]} and {_WORDS[-number]}?" for number in range(num_prompts)]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overhead
+from benchmarks import overhead, prefix_parts
 from benchmarks.measure import BenchmarkError, Run, StreamRun, equal_fraction, require_same_work
 from benchmarks.parts import BATCH_GENERATOR, SERVER, STREAM_GENERATE
 from benchmarks.report import Figure, Target, table
@@ -55,6 +55,16 @@ def test_both_sides_make_the_same_tokens_as_far_as_their_arithmetic_agrees(repor
         # Its text is mostly broken UTF-8, which every detokenizer shows in its own way.
         if agreement["compared"] == "token ids":
             assert all(fraction > 0.5 for fraction in agreement["equal_fraction"]), agreement
+
+
+def test_a_quick_run_of_the_prefix_benchmark_measures_and_judges_every_part() -> None:
+    command = [sys.executable, "-m", "benchmarks.prefix", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110.0, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert {figure["part"] for figure in found["figures"]} == set(prefix_parts.PARTS)
+    assert {run["cached_tokens"] for run in found["runs"] if run["part"] == "a"} == {0, 512}
+    assert all(figure["subject"]["runs"] for figure in found["figures"])
 
 
 def test_a_terminated_run_says_so_and_leaves_nothing_behind() -> None:
