@@ -120,15 +120,15 @@ async def test_clocks_that_jumped_cost_nothing_but_an_order(tmp_path: Path) -> N
 
 @pytest.mark.limit(180)
 async def test_many_tenants_on_a_small_budget_evict_and_read_at_once(tmp_path: Path) -> None:
-    budget = 140_000
+    budget = 300_000
     async with house(tmp_path, prefix_disk_bytes=budget, prefix_memory_bytes=1 << 20) as rt:
         await rt.load(fake_model("other"))
 
         async def work(name: str) -> None:
             numbers = random.Random(name)
             tenant = rt.tenant(name)
-            for _ in range(20):
-                tokens = [*prompt(numbers.randrange(4), 600), *prompt(numbers.randrange(100, 200), 30)]
+            for _ in range(30):
+                tokens = [*prompt(numbers.randrange(12), 600), *prompt(numbers.randrange(100, 200), 30)]
                 model = numbers.choice(("chat", "other"))
                 answer = await tenant.generate(model, tokens=tokens, max_tokens=MAX_TOKENS, ignore_eos=True)
                 assert list(answer.token_ids) == expected_tokens(tokens, max_tokens=MAX_TOKENS, ignore_eos=True)
