@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,8 @@ class Stage(contextlib.AsyncExitStack):
     async def subject(self, *names: str) -> Subject:
         """The Runtime with these models loaded. "left" and "right" are two loads of the main model."""
         if self._subject is None:
-            settings = runtime.Settings(compute_threads=self._threads, load_seconds=_LOAD_SECONDS)
+            home = self.enter_context(tempfile.TemporaryDirectory(prefix="troupe-bench-"))  # prefixes are kept, but not the user's
+            settings = runtime.Settings(home=Path(home), compute_threads=self._threads, load_seconds=_LOAD_SECONDS)
             self._subject = Subject(await self.enter_async_context(runtime.Runtime(settings)))
         for name in names:
             if name not in self._loaded:
