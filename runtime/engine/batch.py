@@ -1,16 +1,14 @@
 """How do rows share a forward? A batch is some rows, their caches, and the one call of the model.
 
-Two kinds: `RaggedBatch` holds many rows of different lengths in stand-in caches; `OwnBatch` holds a single row in the model's
-own cache, for models whose caches we do not know or whose batching failed its proof.
+`RaggedBatch` holds many rows of different lengths in stand-in caches; the other kind is `own_batch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from runtime.engine.layers import Kind, Layers
 from runtime.engine.ragged_cache import RaggedKV
@@ -21,8 +19,8 @@ from runtime.engine.rows import Row
 class Batch(Protocol):
     rows: list[Row]
 
-    def begin_step(self) -> None:
-        """A new step begins, perhaps of several forwards: `rewind` can undo only what comes after this."""
+    def begin_step(self, rows: Sequence[Row]) -> None:
+        """A new step of `rows` begins: of them, `rewind` can undo only what comes after this."""
         ...
 
     def forward(self, model: Any, num_rows: int, tokens: mx.array, widths: Sequence[int] | None) -> mx.array:
@@ -58,6 +56,23 @@ class Batch(Protocol):
     def nbytes(self) -> int: ...
 
 
+class _Stood(NamedTuple):
+    """Where a row's recurrent layers stood before its last forward: their states of that moment, its place in them, its length."""
+
+    snapshots: list[Snapshot]
+    place: int
+    length: int
+
+    def alone(self) -> _Stood:
+        """A copy of the one row's part, so that a row at rest does not keep everybody's state."""
+        if all(array is None or array.shape[0] == 1 for snapshot in self.snapshots for array in snapshot):
+            return self
+        place = mx.array([self.place])
+        copies: list[Snapshot] = [tuple(None if array is None else array[place] for array in one) for one in self.snapshots]
+        mx.async_eval([array for one in copies for array in one if array is not None])
+        return _Stood(copies, 0, self.length)
+
+
 class RaggedBatch:
     def __init__(self, kinds: Sequence[Kind]) -> None:
         self.rows: list[Row] = []
@@ -65,13 +80,15 @@ class RaggedBatch:
         self._families = list(self._layers.families.values())
         self._attention = self._layers.attention
         self._recurrent = self._layers.recurrent
-        # Where recurrent rows stood before the last step: row → (states of that moment, index in them, tokens cached).
-        self._stood: dict[Row, tuple[list[Snapshot], int, int]] = {}
+        self._stood: dict[Row, _Stood] = {}
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        self._stood.clear()
+    def begin_step(self, rows: Sequence[Row]) -> None:
+        if self._stood:
+            # A row at rest may have a verify block under way, of which it has yet to be told how much stands.
+            feeding = set(rows)
+            self._stood = {row: stood.alone() for row, stood in self._stood.items() if row not in feeding}
 
     def forward(self, model: Any, num_rows: int, tokens: mx.array, widths: Sequence[int] | None) -> mx.array:
         rows = self.rows[:num_rows]
@@ -110,7 +127,7 @@ class RaggedBatch:
         for state in self._recurrent:
             state.finish(len(rows), total)
         for index, row in enumerate(rows):
-            self._stood[row] = (before, index, row.num_cached)
+            self._stood[row] = _Stood(before, index, row.num_cached)
         return logits
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -132,7 +149,7 @@ class RaggedBatch:
         if row.num_cached == length:
             place = self.rows.index(row)
             return {state: state.of_row(place) for state in self._recurrent}
-        before, index, stood_at = self._stood.get(row, ([], 0, -1))
+        before, index, stood_at = self._stood.get(row, _Stood([], 0, -1))
         known = zip(self._recurrent, before, strict=True) if stood_at == length else ()
         return {state: state.of_row(index, snapshot) for state, snapshot in known}
 
@@ -216,7 +233,7 @@ class RaggedBatch:
 
     def rewind(self, row: Row, length: int) -> list[int] | None:
         place = self.rows.index(row)
-        before, index, target = self._stood.get(row, ([], 0, length + 1)) if self._recurrent else ([], 0, length)
+        before, index, target = self._stood.get(row, _Stood([], 0, length + 1)) if self._recurrent else _Stood([], 0, length)
         if target > length or not all(family.can_truncate(place, target) for family in self._families):
             return None
         for state, snapshot in zip(self._recurrent, before, strict=True):
@@ -226,73 +243,27 @@ class RaggedBatch:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
+    def forget_unseen(self) -> None:
+        """Let sliding layers drop at once, and wholly, what no later query can see: else that comes with want of room."""
+        lengths = [row.num_cached for row in self.rows]
+        for family in self._families:
+            family.compact(lengths, slack=0, least=1)
+
     def arrays(self) -> list[mx.array]:
         held = [array for layer in self._attention for array in (layer.keys, layer.values)]
         held += [array for state in self._recurrent for array in state.cache]
         return [array for array in held if array is not None]
 
     def fence(self) -> mx.array:
-        return _fence(self.arrays())
+        return fence_of(self.arrays())
 
     def nbytes(self) -> int:
         return self._layers.nbytes()
 
 
-class OwnBatch:
-    """One row in the model's own cache. Cannot go back."""
-
-    def __init__(self, model: Any, row: Row) -> None:
-        self.rows = [row]
-        row.batch = self
-        self._caches = make_prompt_cache(model)
-
-    def begin_step(self) -> None:
-        pass
-
-    def forward(self, model: Any, num_rows: int, tokens: mx.array, widths: Sequence[int] | None) -> mx.array:
-        assert num_rows == 1
-        assert widths is None
-        logits: mx.array = model(tokens, cache=self._caches)
-        self.rows[0].num_cached += tokens.shape[1]
-        return logits
-
-    def bring_forward(self, rows: Sequence[Row]) -> bool:
-        return False
-
-    def remove(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self.rows.remove(row)
-            row.batch = None
-
-    def give_back(self) -> None:
-        pass
-
-    def rewind(self, row: Row, length: int) -> list[int] | None:
-        return [] if length == row.num_cached else None
-
-    def arrays(self) -> list[mx.array]:
-        return _arrays_in([cache.state for cache in self._caches])
-
-    def fence(self) -> mx.array:
-        return _fence(self.arrays())
-
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
-
-def _fence(arrays: Sequence[mx.array]) -> mx.array:
+def fence_of(arrays: Sequence[mx.array]) -> mx.array:
     """One number out of the last array, in a buffer of its own."""
     if not arrays:
         return mx.zeros(1)
     last = arrays[-1]
     return last[tuple(slice(0, 1) for _ in last.shape)] * 1
-
-
-def _arrays_in(tree: Any) -> list[mx.array]:
-    if isinstance(tree, mx.array):
-        return [tree]
-    if isinstance(tree, list | tuple):
-        return [array for branch in tree for array in _arrays_in(branch)]
-    if isinstance(tree, dict):
-        return [array for branch in tree.values() for array in _arrays_in(branch)]
-    return []

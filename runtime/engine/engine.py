@@ -1,6 +1,6 @@
 """What a worker needs of an engine: one ragged step over rows, each at its own position.
 
-A row feeds n tokens at its own position: a prefill chunk, one decoded token and (later) a verify block are
+A row feeds n tokens at its own position: a prefill chunk, one decoded token and a verify block are
 the same call with other widths. An engine is used by one thread only, the thread that loaded it.
 Source of the one-operation form: DESIGN principle "one ragged forward"; compare Orca's selective batching
 (Yu et al., OSDI 2022) and chunked prefill (Agrawal et al., arXiv 2308.16369).
@@ -40,9 +40,14 @@ class RowError(Exception):
 class RowStep:
     """One row of a step.
 
-    tokens: ids to feed at the row's current length, or None to feed the token the row sampled last (which may still
-    be on its way: the engine chains it without waiting). num_samples: how many of the last fed positions to sample at
+    tokens: ids to feed at the row's current length, or None to feed the token the row sampled last for that length (which may
+    still be on its way: the engine chains it without waiting). num_samples: how many of the last fed positions to sample at
     (0 for a prefill chunk that is not the prompt's last, 1 for decode; at most len(tokens)).
+
+    More than one is a verify block (only where capabilities.verify): `[last committed, d1..dk]` with k+1 samples. Sample i is
+    the token that plain decoding draws after d1..di, with its log-probabilities, if these are what it has drawn before. Keep
+    proposals while sample i-1 equals di, `truncate` to the length that they reach, and go on: `tokens=None` then feeds the
+    sample that belongs there. Without a truncate all proposals stand.
     """
 
     sequence: SequenceId
@@ -52,7 +57,8 @@ class RowStep:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a step made of one row: sampled tokens in order, or the error that ended the row.
+    """What a step made of one row: sampled tokens in order of position (each with its entry in logprobs, if asked for), or the
+    error that ended the row; a sample that cannot be drawn ends it wherever in a block it stands.
 
     After an error the engine has already forgotten the row.
     """
@@ -97,7 +103,10 @@ class Engine(Protocol):
     def truncate(self, sequence: SequenceId, length: int) -> None:
         """Forget fed tokens from `length` on (speculation's rollback, and look-ahead past an end).
 
-        :raises RowError: this model cannot (capabilities.rollback == "none").
+        What the row's last step fed can always be forgotten, whatever steps others have run since; where rollback is "replay"
+        nothing before that, and with sliding windows only what is still kept. The row is as before after an error.
+
+        :raises RowError: that state is no longer kept, or this model cannot at all (capabilities.rollback == "none").
         """
         ...
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, Literal
 
@@ -40,7 +40,8 @@ class _Row:
     key: bytes
     with_position: bool
     num_logprobs: int
-    sampled: int | None = None
+    drawn: dict[int, int] = field(default_factory=dict)
+    """Tokens drawn, by position. Those behind a truncation's length are forgotten."""
 
 
 class _FakeStep:
@@ -107,32 +108,35 @@ class FakeEngine:
         row = self._rows[step.sequence]
         tokens = step.tokens
         if tokens is None:
-            if row.sampled is None:
+            sampled_last = row.drawn.get(len(row.context.ids))
+            if sampled_last is None:
                 raise ValueError(f"sequence {step.sequence} has no sampled token to feed")
-            tokens = (row.sampled,)
+            tokens = (sampled_last,)
         num_unsampled = len(tokens) - step.num_samples + 1
         if not 0 < len(tokens) >= step.num_samples:
             raise ValueError(f"sequence {step.sequence}: {step.num_samples} samples of {len(tokens)} fed tokens")
         if not step.num_samples:
             row.context.feed(tokens)
-            row.sampled = None
             return RowResult(step.sequence)
         row.context.feed(tokens[:num_unsampled])
         sampled = [self._draw(row)]
         for token in tokens[num_unsampled:]:
             row.context.feed((token,))
             sampled.append(self._draw(row))
-        row.sampled = sampled[-1]
         logprobs: tuple[TokenLogprob, ...] = ()
         if row.num_logprobs >= 0:
             logprobs = tuple(row.context.logprobs(token, row.num_logprobs) for token in sampled)
         return RowResult(step.sequence, tuple(sampled), logprobs)
 
     def _draw(self, row: _Row) -> int:
+        position = len(row.context.ids)
+        said = position - row.prompt_length
         if self._reply is None:
-            return row.context.draw(row.key, with_position=row.with_position, eos_one_in=self._script.eos_one_in)
-        said = len(row.context.ids) - row.prompt_length
-        return self._reply[said] if said < len(self._reply) else EOS
+            token = row.context.draw(row.key, with_position=row.with_position, eos_one_in=self._script.eos_one_in)
+        else:
+            token = self._reply[said] if said < len(self._reply) else EOS
+        row.drawn[position] = token
+        return token
 
     def _fail_row(self, result: RowResult, fault: Fault) -> RowResult:
         row = self._rows.get(result.sequence)
@@ -170,7 +174,7 @@ class FakeEngine:
     def truncate(self, sequence: SequenceId, length: int) -> None:
         row = self._rows[sequence]
         row.context = fake_draw.Context(row.context.ids[:length])
-        row.sampled = None
+        row.drawn = {position: token for position, token in row.drawn.items() if position <= length}
 
     def layout(self) -> PrefixLayout:
         return LAYOUT
@@ -277,7 +281,7 @@ def load(load: Load, progress: Progress, *, incarnation: int = 1, send_garbage: 
         eos_ids=tuple(sorted(EOS_IDS)),
         chat_template="checkpoint" if script.chat_template else "fallback",
         chat_restrictions=(),
-        capabilities=Capabilities(batched_decode=True, padded_prefill=True, chunked_prefill=True, rollback="free", prefix=True),
+        capabilities=Capabilities(True, True, True, "free", prefix=True, verify=True),
         blas="none",
         load_seconds=time.monotonic() - started,
     )

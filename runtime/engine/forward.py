@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import mlx.core as mx
 
 from runtime.engine.batch import Batch
+from runtime.engine.grouping import width_groups
 from runtime.engine.rows import Row
 
 
@@ -14,22 +15,28 @@ class Group:
     """The rows of one forward, in the order of their batch.
 
     places: their indices in the step. feeds: ids a row feeds, None for the token it drew last (then all rows do so and
-    `widths` is None). samples: whether a row samples at its last position.
+    `widths` is None). nums_samples: at how many of its last positions each row samples. samplers: one a sample, so that a row's
+    stands there as often as the row samples.
     """
 
-    __slots__ = ("batch", "feeds", "places", "real_widths", "rows", "sampled_rows", "samplers", "samples", "widths")
+    __slots__ = ("batch", "feeds", "nums_samples", "places", "real_widths", "rows", "sampled_rows", "samplers", "widths")
 
     def __init__(
-        self, batch: Batch, rows: list[Row], places: list[int], feeds: Sequence[list[int] | None], samples: list[bool]
+        self, batch: Batch, rows: list[Row], places: list[int], feeds: Sequence[list[int] | None], nums_samples: list[int]
     ) -> None:
-        self.batch, self.rows, self.places, self.samples = batch, rows, places, samples
+        self.batch, self.rows, self.places, self.nums_samples = batch, rows, places, nums_samples
         self.feeds = list(feeds)
         self.widths: list[int] | None = None
         self.real_widths: list[int] | None = None
         if any(feed is not None for feed in feeds):
             self._spell_out()
-        self.sampled_rows = [row for row, sampled in zip(rows, samples, strict=True) if sampled]
-        self.samplers = [row.sampler for row in self.sampled_rows]
+        self.sampled_rows = [row for row, num in zip(rows, nums_samples, strict=True) if num]
+        self.samplers = [row.sampler for row, num in zip(rows, nums_samples, strict=True) for _ in range(num)]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether a row samples at more than one position."""
+        return len(self.samplers) > len(self.sampled_rows)
 
     def _spell_out(self) -> None:
         """Once one row feeds ids, all do: owed tokens first, and drawn ones fetched."""
@@ -50,18 +57,22 @@ class Group:
             list(order),
             [self.places[place] for place in chosen],
             [self.feeds[place] for place in chosen],
-            [self.samples[place] for place in chosen],
+            [self.nums_samples[place] for place in chosen],
         )
 
     def singles(self) -> Iterator[Group]:
         for index, row in enumerate(self.rows):
-            yield Group(self.batch, [row], [self.places[index]], [self.feeds[index]], [self.samples[index]])
+            yield Group(self.batch, [row], [self.places[index]], [self.feeds[index]], [self.nums_samples[index]])
 
     def sampled_positions(self) -> tuple[list[int], list[int]]:
-        """Rows that sample and the column of each one's last real token."""
-        rows = [index for index, sampled in enumerate(self.samples) if sampled]
+        """Of every sample: its row, and the column of the real token after which it is drawn."""
         widths = self.widths or [1] * len(self.rows)
-        return rows, [widths[index] - 1 for index in rows]
+        rows: list[int] = []
+        columns: list[int] = []
+        for index, num in enumerate(self.nums_samples):
+            rows += [index] * num
+            columns += range(widths[index] - num, widths[index])
+        return rows, columns
 
     def padded(self) -> list[list[int]]:
         """Ids [rows, widest]. A row is padded with its own last token, so that no foreign value enters its forward."""
@@ -69,6 +80,21 @@ class Group:
         widest = max(self.widths)
         ids = [row.owed + (feed or []) for row, feed in zip(self.rows, self.feeds, strict=True)]
         return [row + row[-1:] * (widest - len(row)) for row in ids]
+
+
+def split(
+    batch: Batch,
+    places: Mapping[Row, int],
+    feeds: Mapping[Row, list[int] | None],
+    nums_samples: Mapping[Row, int],
+    forward_tokens: int,
+) -> Iterator[Group]:
+    """The forwards in which these rows of a batch run; see `width_groups` for `forward_tokens`."""
+    members = list(feeds)
+    widths = [len(row.owed) + (1 if (feed := feeds[row]) is None else len(feed)) for row in members]
+    for indices in width_groups(widths, forward_tokens):
+        rows = [members[index] for index in indices]
+        yield Group(batch, rows, [places[row] for row in rows], [feeds[row] for row in rows], [nums_samples[row] for row in rows])
 
 
 def feed_array(rows: Sequence[Row]) -> mx.array:
@@ -86,8 +112,8 @@ def feed_array(rows: Sequence[Row]) -> mx.array:
 
 
 def sampled_logits(logits: mx.array, group: Group) -> mx.array:
-    """Logits [sampled rows, vocabulary] at the last real position of every row that samples."""
-    if len(group.samplers) == len(group.rows) and group.real_widths is None:
+    """Logits [samples, vocabulary] at the last real positions of every row that samples."""
+    if len(group.sampled_rows) == len(group.rows) and group.real_widths is None and not group.has_blocks:
         return mx.squeeze(logits, 1) if logits.shape[1] == 1 else logits[:, -1]
     if not group.samplers:
         return logits[:0, 0]

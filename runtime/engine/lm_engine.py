@@ -15,10 +15,12 @@ from typing import Any
 import mlx.core as mx
 
 from runtime.engine import blas
+from runtime.engine.batch import Batch
 from runtime.engine.costs import StepCosts
+from runtime.engine.drawing import drawn_part
 from runtime.engine.engine import PendingStep, RowError, RowStep
-from runtime.engine.forward import Group, feed_array, sampled_logits
-from runtime.engine.grouping import FORWARD_TOKENS, width_groups
+from runtime.engine.forward import Group, feed_array, sampled_logits, split
+from runtime.engine.grouping import FORWARD_TOKENS
 from runtime.engine.head import HeadTap
 from runtime.engine.layers import Kind
 from runtime.engine.pending import LmPendingStep, Part
@@ -26,13 +28,17 @@ from runtime.engine.placing import Places
 from runtime.engine.prefix_layout import Prefixes
 from runtime.engine.prefix_parts import Export, PrefixLayout, PrefixPart
 from runtime.engine.rows import Row
-from runtime.engine.sampling import RowSampler, draw
+from runtime.engine.sampling import RowSampler
 from runtime.protocol.commands import Sampling
 from runtime.protocol.events import Capabilities
 from runtime.protocol.ids import SequenceId
 
 _CLEAR_EVERY_STEPS = 256
 """Steps between returns of MLX's buffer cache to the system: shapes change as rows grow, and old buffers fit nothing any more."""
+
+_LONGEST_OWED = 16
+"""Tokens that a row may owe and yet verify. While blocks are rejected in part, a replaying row keeps coming back to the same
+state, and owes more each time; feeding that again costs little up to about here, then a forward of its own is cheaper."""
 
 
 class LmEngine:
@@ -151,8 +157,11 @@ class LmEngine:
         self._num_steps += 1
         errors: dict[int, RowError] = {}
         groups = self._groups(rows, errors)
-        for batch in {id(group.batch): group.batch for group in groups}.values():
-            batch.begin_step()
+        feeding: dict[Batch, list[Row]] = {}
+        for group in groups:
+            feeding.setdefault(group.batch, []).extend(group.rows)
+        for batch, members in feeding.items():
+            batch.begin_step(members)
         parts: list[Part] = []
         for group in groups:
             parts += self._run(group, errors)
@@ -187,13 +196,16 @@ class LmEngine:
                 continue
             places[row], feeds[row] = place, feed
         groups: list[Group] = []
+        nums_samples = {row: rows[place].num_samples for row, place in places.items()}
+        worth = FORWARD_TOKENS if self._capabilities.padded_prefill else 0
         for batch, members in self._places.place(feeds):
-            widths = [len(row.owed) + (1 if (feed := feeds[row]) is None else len(feed)) for row in members]
-            worth = FORWARD_TOKENS if self._capabilities.padded_prefill else 0
-            for indices in width_groups(widths, worth):
-                chosen = [members[index] for index in indices]
-                samples = [rows[places[row]].num_samples > 0 for row in chosen]
-                groups.append(Group(batch, chosen, [places[row] for row in chosen], [feeds[row] for row in chosen], samples))
+            late: dict[Row, list[int] | None] = {
+                row: [] for row in members if len(row.owed) > _LONGEST_OWED and nums_samples[row] > 1
+            }
+            for replay in split(batch, places, late, dict.fromkeys(late, 0), worth):
+                self._run(replay, errors)
+            alive = {row: feeds[row] for row in members if row.error is None}
+            groups += split(batch, places, alive, nums_samples, worth)
         if plain and not errors and len(groups) == 1 and all(feed is None for feed in feeds.values()):
             self._places.arrange(groups[0])
             self._repeatable = (sequences, self._places.moves, groups)
@@ -202,8 +214,11 @@ class LmEngine:
     def _checked(self, step: RowStep) -> tuple[Row, list[int] | None]:
         """The row and what it feeds (None: the token it drew last), owed tokens included."""
         row = self._row(step.sequence)
-        if step.num_samples > 1:
-            raise ValueError(f"num_samples is {step.num_samples}; this engine samples at one position a step at most")
+        num_fed = 1 if step.tokens is None else len(step.tokens)
+        if step.num_samples > max(1, num_fed):
+            raise RowError("invalid_request", f"{step.num_samples} samples after {num_fed} tokens; one a token at most")
+        if step.num_samples > 1 and not self._capabilities.verify:
+            raise RowError("invalid_request", "this model cannot verify several tokens at once (capabilities.verify is false)")
         if step.tokens is None:
             if row.next_draw() is not None and not row.owed and not row.must_rewind:
                 return row, None
@@ -233,10 +248,10 @@ class LmEngine:
                 self._fail(group.rows[0], failure)
                 return []
             return [part for single in group.singles() for part in self._run(single, errors)]
-        return [self._sampled(group, logits)]
+        return [drawn_part(group, logits, self._vocabulary_size)]
 
     def _forward(self, group: Group) -> mx.array:
-        """Logits [sampled rows, vocabulary], lazy."""
+        """Logits [samples, vocabulary], lazy."""
         rows = group.rows
         tokens = feed_array(rows) if group.widths is None else mx.array(group.padded())
         if self._tap is not None and group.samplers and tokens.shape[1] > 1:
@@ -248,21 +263,6 @@ class LmEngine:
         for row in rows:
             row.owed = []
         return logits
-
-    def _sampled(self, group: Group, logits: mx.array) -> Part:
-        if not group.samplers:
-            return Part(group, None, (), (*group.batch.arrays(), group.batch.fence()))
-        positions = [row.num_cached for row in group.sampled_rows]
-        for row in group.sampled_rows:
-            if row.must_rewind:
-                row.sampler.rewind(row.known[row.prompt_length : row.num_cached])
-                row.must_rewind = False
-        if logits.shape[-1] > self._vocabulary_size:
-            logits = logits[:, : self._vocabulary_size]  # the other columns only fill up a round number
-        drawn = draw(logits, group.samplers, positions)
-        for index, row in enumerate(group.sampled_rows):
-            row.note_draw(positions[index], drawn.tokens, index)
-        return Part(group, drawn, positions, tuple(drawn.arrays()))
 
     def finish(self, step: LmPendingStep) -> None:
         """Called by a step whose result has arrived."""

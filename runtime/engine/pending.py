@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 
 class Part:
-    """One forward's share of a step: the rows it sampled, where, and how often each had been truncated by then."""
+    """One forward's share of a step: the rows it sampled, where, and how often each had been truncated by then.
 
-    __slots__ = ("_arrays", "drawn", "epochs", "places", "positions", "rows")
+    positions: one a sample, those of a row together and rising; nums_samples: how many each row has.
+    """
+
+    __slots__ = ("_arrays", "drawn", "epochs", "nums_samples", "places", "positions", "rows")
 
     def __init__(self, group: Group, drawn: Drawn | None, positions: Sequence[int], arrays: tuple[mx.array, ...]) -> None:
         self.rows = group.sampled_rows
-        self.places = [place for place, sampled in zip(group.places, group.samples, strict=True) if sampled]
+        self.places = [place for place, num in zip(group.places, group.nums_samples, strict=True) if num]
+        self.nums_samples = [num for num in group.nums_samples if num]
         self.drawn = drawn
         self.positions = positions
         self.epochs = [row.epoch for row in self.rows]
@@ -63,21 +68,23 @@ class LmPendingStep:
             tokens: Any = part.drawn.tokens.tolist()
             finite: Any = part.drawn.finite.tolist()
             logprobs = part.drawn.logprobs()
-            for index, (row, place) in enumerate(zip(part.rows, part.places, strict=True)):
-                sequence = row.sequence
-                if row.error is None and not finite[index]:
+            end = 0
+            for row, place, num, epoch in zip(part.rows, part.places, part.nums_samples, part.epochs, strict=True):
+                begin, end = end, end + num
+                if row.error is None and not all(finite[begin:end]):
+                    position = part.positions[finite.index(False, begin)]
                     self._engine.fail(
                         row,
                         RowError(
                             "generation_failed",
-                            f"the model's logits for position {part.positions[index]} are not finite; "
+                            f"the model's logits for position {position} are not finite; "
                             "the sequence ends here, others are not affected",
                         ),
                     )
                 if row.error is not None:
-                    results[place] = RowResult(sequence, error=row.error)
+                    results[place] = RowResult(row.sequence, error=row.error)
                     continue
-                row.note_result(part.positions[index], tokens[index], part.epochs[index])
-                results[place] = RowResult(sequence, (tokens[index],), tuple(logprobs[index]))
+                row.note_result(part.positions[end - 1], tokens[end - 1], epoch)
+                results[place] = RowResult(row.sequence, tuple(tokens[begin:end]), tuple(chain(*logprobs[begin:end])))
         self._engine.finish(self)
         return results

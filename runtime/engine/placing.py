@@ -1,7 +1,8 @@
 """In which batch does a row live, and when does it move?
 
-Rows that decode live together on the stage. Rows still being prefilled share batches of their own; each moves to the stage,
-copied once, with the first drawn token it feeds. A model that may not batch has a batch for every row.
+Rows that decode or verify live together on the stage. Rows still being prefilled share batches of their own; each moves to the
+stage, copied once, with the first step after the one that drew its first token. A model that may not batch has a batch for
+every row.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from runtime.engine.batch import Batch, OwnBatch, RaggedBatch
+from runtime.engine.batch import Batch, RaggedBatch
 from runtime.engine.forward import Group
 from runtime.engine.layers import Kind
+from runtime.engine.own_batch import OwnBatch
 from runtime.engine.rows import Row
 
 
@@ -29,8 +31,8 @@ class Places:
         if self._stage is None:
             return [(row.batch or OwnBatch(self._model, row), [row]) for row in feeds]
         stage = self._stage
-        performing = [row for row, feed in feeds.items() if feed is None or row.batch is stage]
-        preparing = [row for row, feed in feeds.items() if feed is not None and row.batch is not stage]
+        performing = [row for row in feeds if row.draws or row.batch is stage]
+        preparing = [row for row in feeds if not row.draws and row.batch is not stage]
         placed: list[tuple[Batch, list[Row]]] = []
         if performing:
             self._gather(stage, performing)

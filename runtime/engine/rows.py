@@ -14,8 +14,9 @@ from runtime.protocol.ids import SequenceId
 if TYPE_CHECKING:
     from runtime.engine.batch import Batch
 
-Draw = tuple[int, mx.array, int]
-"""(absolute position, drawn tokens of a step [rows], index in them): a token that may still be on its way."""
+Draw = tuple[int, mx.array, int, int]
+"""What a step drew for a row, perhaps still on its way: (first absolute position, drawn tokens of the step, index of the first in
+them, how many). The positions and the indices go up by one."""
 
 
 class Row:
@@ -23,7 +24,7 @@ class Row:
 
     num_cached: tokens whose effect is in the caches. owed: tokens that count as fed but wait for the row's next forward (a
     rollback's replay; or chunks of a prompt, in a model that must see it in one piece). known: ids by position, fed or drawn.
-    context: ids it was added with, until the first is fed.
+    context: ids it was added with, until the first is fed. must_rewind: what the sampler has counted may not be what is `known`.
     """
 
     __slots__ = (
@@ -60,12 +61,16 @@ class Row:
         return self.num_cached + len(self.owed)
 
     def note_fed(self, tokens: Sequence[int]) -> None:
-        """`tokens` are about to be fed at the present length."""
+        """`tokens`, drawn or not, are about to be fed at the present length. Waits for drawn ones before them that are not here."""
+        if len(self.known) < self.length:
+            self.settle()
         self.known[self.length :] = tokens
         self.context = ()
+        self.must_rewind = True
 
-    def note_draw(self, position: int, tokens: mx.array, index: int) -> None:
-        self.draws = (*self.draws[-1:], (position, tokens, index))
+    def note_draw(self, position: int, tokens: mx.array, index: int, num: int = 1) -> None:
+        """`num` tokens were drawn, the first for `position`, each as if the tokens fed before it were true."""
+        self.draws = (*self.draws[-1:], (position, tokens, index, num))
 
     def note_result(self, position: int, token: int, epoch: int) -> None:
         """The token drawn for `position` has arrived. One drawn before a truncate says nothing any more."""
@@ -75,21 +80,34 @@ class Row:
     def next_draw(self) -> tuple[mx.array, int] | None:
         """Where the token for the present length comes from, when this row has drawn it."""
         length = self.length
-        for position, tokens, index in reversed(self.draws):
-            if position == length:
-                return tokens, index
+        for position, tokens, index, num in reversed(self.draws):
+            if 0 <= length - position < num:
+                return tokens, index + length - position
         return None
 
     def settle(self) -> None:
         """Fetch the tokens that are still on their way, so that `known` covers them. Waits for their steps."""
-        for position, tokens, index in self.draws:
-            if position == len(self.known):
+        for position, tokens, index, num in self.draws:
+            offset = len(self.known) - position
+            if 0 <= offset < num:
                 fetched: Any = tokens.tolist()
-                self.known.append(fetched[index])
+                self.known.append(fetched[index + offset])
 
     def cut(self, length: int) -> None:
-        """Forget everything after `length`, except which token was drawn for that very position. Call after `settle`."""
-        self.draws = tuple(draw for draw in self.draws if draw[0] <= length)
-        del self.known[length + 1 :]
+        """`length` is the length again: forget all after it, except which token was drawn for that very position.
+
+        Call after `settle`. A proposal that was fed there gives way to the drawn one.
+        """
+        self.draws = tuple(
+            (position, tokens, index, min(num, length - position + 1))
+            for position, tokens, index, num in self.draws
+            if position <= length
+        )
+        draw = self.next_draw()
+        if draw is not None:
+            fetched: Any = draw[0].tolist()
+            self.known[length:] = [fetched[draw[1]]]
+        else:
+            del self.known[length + 1 :]
         self.epoch += 1
         self.must_rewind = True

@@ -101,10 +101,17 @@ class RowSampler:
         self._counts = counts
 
 
-def draw(logits: mx.array, samplers: Sequence[RowSampler], positions: Sequence[int]) -> Drawn:
+def draw(
+    logits: mx.array,
+    samplers: Sequence[RowSampler],
+    positions: Sequence[int],
+    presumed: Sequence[Sequence[int]] | None = None,
+) -> Drawn:
     """Draw row i's token from logits[i] ([rows, vocabulary]) for absolute position positions[i]. Lazy.
 
-    A sampler with penalties may stand for one row only, since its next draw depends on this one.
+    presumed: tokens that stand before row i's position beyond those that its sampler has counted; None for none anywhere. With
+    them a sampler may stand for several positions of one sequence, in rising order: afterwards it has counted what was presumed
+    for the last of them, and the token drawn there. Without, one with penalties stands for one row only.
     """
     plan = _plan_for(samplers)
     largest = mx.max(logits, axis=-1)
@@ -115,7 +122,7 @@ def draw(logits: mx.array, samplers: Sequence[RowSampler], positions: Sequence[i
     reports: list[Report] = []
     other_arrays: list[mx.array] = []
     for group in plan.groups:
-        tokens.append(group.draw(logits, finite, samplers, positions, reports, other_arrays))
+        tokens.append(group.draw(logits, finite, samplers, positions, presumed, reports, other_arrays))
     drawn = tokens[0] if plan.order is None else mx.concatenate(tokens)[plan.order]
     return Drawn(drawn, finite, reports, other_arrays)
 
@@ -179,6 +186,7 @@ class _Group:
         finite: mx.array,
         samplers: Sequence[RowSampler],
         positions: Sequence[int],
+        presumed: Sequence[Sequence[int]] | None,
         reports: list[Report],
         other_arrays: list[mx.array],
     ) -> mx.array:
@@ -197,6 +205,8 @@ class _Group:
             logits = logits + self.bias
         if self.in_prompt is not None:
             counts = mx.stack([samplers[row].counts() for row in self.row_numbers])
+            if presumed is not None:
+                counts = _with_presumed(counts, [presumed[row] for row in self.row_numbers])
             logits = logit_math.penalised(logits, counts, self.in_prompt, *self.penalties)
         scores = self._noisy(logits, positions) if recipe.sampled else logits
         tokens = mx.argmax(scores, axis=-1).astype(mx.int32)
@@ -252,6 +262,13 @@ def _recipe(sampling: Sampling, vocabulary_size: int) -> Recipe:
         min_p=sampled and sampling.min_p > 0,
         num_logprobs=min(sampling.logprobs, vocabulary_size),
     )
+
+
+def _with_presumed(counts: mx.array, presumed: Sequence[Sequence[int]]) -> mx.array:
+    rows = [row for row, tokens in enumerate(presumed) for _ in tokens]
+    if not rows:
+        return counts
+    return counts.at[mx.array(rows), mx.array([token for tokens in presumed for token in tokens])].add(1.0)
 
 
 def _stack(rows: list[np.ndarray | None]) -> mx.array:

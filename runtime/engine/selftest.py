@@ -8,8 +8,8 @@ model's own caches. What fails is switched off with a note; one row at a time wi
 Where a matrix product gives a row the same bits in any company (the canary) and all layers are attention, equality must be
 exact, elsewhere within a tolerance far below what a wrong mask or a foreign state does.
 
-Proved: joining, leaving, padding, chunks, going back, copying a row out and in, and the sight limit of windows up to
-`LONGEST_PROVED_WINDOW` positions. A larger window's edge lies beyond what may be spent at load.
+Proved: joining, leaving, padding, chunks, going back, verifying, copying a row out and in, and the sight limit of windows up
+to `LONGEST_PROVED_WINDOW` positions. A larger window's edge lies beyond what may be spent at load.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from runtime.engine import blas
-from runtime.engine.batch import Batch, OwnBatch, RaggedBatch
+from runtime.engine.batch import Batch, RaggedBatch
 from runtime.engine.costs import StepCosts
-from runtime.engine.grouping import width_groups
 from runtime.engine.head import HeadTap, install_tap
 from runtime.engine.layers import Attention, Kind, Unknown, flattened
+from runtime.engine.own_batch import OwnBatch
 from runtime.engine.prefix_layout import exported, layout_of, restored
 from runtime.engine.prefix_parts import PrefixLayout
 from runtime.engine.rows import Row
-from runtime.engine.sampling import RowSampler
-from runtime.protocol.commands import Sampling
+from runtime.engine.trial import Disproof, Trial
 from runtime.protocol.events import Capabilities
-from runtime.protocol.ids import SequenceId
 
-LONGEST_PROVED_WINDOW = 64
+LONGEST_PROVED_WINDOW = 128
 """Sliding windows up to this are passed by the longest sequence."""
+
+MOST_REJECTED = 16
+"""Proposals of one block that must be possible to take back."""
 
 _NUM_CONTINUED = 8
 """Tokens each sequence goes on after its prompt."""
@@ -57,12 +58,8 @@ class NothingButNoise(Exception):
     """The model gives no usable logits for any prompt: its weights or its config are wrong."""
 
 
-class _Disproof(Exception):
-    """What a proof saw that should not be."""
-
-
 def prove(model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts | None = None) -> Proof:
-    """Run all proofs. Takes about 17 forwards of a few tokens; `costs` learns what they took.
+    """Run all proofs. Takes about 19 forwards of a few tokens; `costs` learns what they took.
 
     :raises NothingButNoise: no logits are finite.
     :raises Exception: whatever the model raises when it runs a single row with its own caches.
@@ -88,14 +85,14 @@ class _SelfTest:
         self._layout: PrefixLayout | None = None
 
     def run(self) -> Proof:
-        self._expected = [self._alone(ids) for ids in self._ids]
+        self._expected = [self._alone(ids)[0] for ids in self._ids]
         if not any(mx.isfinite(logits[-1].max()).item() for logits in self._expected):
             raise NothingButNoise(
                 "its logits are not finite for any prompt; the weights, or config values such as rope_theta, are wrong"
             )
-        self._trial = _Trial(self._model, self._ids, self._expected, self._is_exact, self._costs)
+        self._trial = Trial(self._model, self._ids, self._expected, self._is_exact, self._costs)
         notes: list[str] = []
-        batched = chunked = padded = keeps = goes_back = False
+        batched = chunked = padded = keeps = goes_back = verifies = False
         if self._unknown:
             notes.append(f"runs one row at a time: no batched form of cache class {self._unknown[0]}")
         else:
@@ -106,6 +103,8 @@ class _SelfTest:
         if batched:
             padded = self._holds("right-padded prefill", self._prove_padded, notes)
             goes_back = self._holds("rollback", lambda: self._prove_rollback(padded), notes)
+            if goes_back and chunked:
+                verifies = self._holds("verifying proposed tokens", lambda: self._prove_verify(padded), notes)
         else:
             # Rows then run in the model's own caches, so chunks have to be proved with these.
             chunked = self._holds("chunked prefill", self._prove_chunked_alone, notes)
@@ -121,13 +120,14 @@ class _SelfTest:
             rollback=rollback,
             notes=tuple(notes),
             prefix=keeps,
+            verify=verifies,
         )
         return Proof(capabilities, self._expected[0].shape[-1], tap if is_tapped else None, self._layout if keeps else None)
 
     def _holds(self, what: str, proof: Callable[[], None], notes: list[str]) -> bool:
         try:
             proof()
-        except _Disproof as disproof:
+        except Disproof as disproof:
             notes.append(f"{what} is off: {disproof}")
         except Exception as error:  # a model that raises here still runs without the feature
             notes.append(f"{what} is off: the model raised {type(error).__name__}: {error}")
@@ -137,7 +137,7 @@ class _SelfTest:
 
     def _alone(self, ids: Sequence[int]) -> mx.array:
         began = time.perf_counter()
-        logits: mx.array = self._model(mx.array([ids]), cache=make_prompt_cache(self._model))[0]
+        logits: mx.array = self._model(mx.array([ids]), cache=make_prompt_cache(self._model))
         mx.eval(logits)
         self._costs.note(1, len(ids), time.perf_counter() - began)
         return logits
@@ -190,7 +190,7 @@ class _SelfTest:
         layout = self._layout = layout_of(batch)
         exports = [exported(batch, original, layout, *span) for span in ((0, middle), (middle, end))]
         for layer, reason in exports[-1].missing:
-            raise _Disproof(f"layer {layer} cannot be copied out: {reason}")
+            raise Disproof(f"layer {layer} cannot be copied out: {reason}")
         rows = [self._trial.row(1), self._trial.row(1)]
         for row in rows:
             row.context = self._ids[1]
@@ -214,94 +214,41 @@ class _SelfTest:
         batch = self._proved
         assert batch is not None
         kept = {row: index for index, row in enumerate(batch.rows)}
+        self._feed_and_take_back(batch, dict.fromkeys(kept, 3), kept, is_padded)
+
+    def _prove_verify(self, is_padded: bool) -> None:
+        """Blocks of different widths side by side: right at the start, where all logits count, and wrong from somewhere on.
+
+        Sliding layers first drop all that they may, so that rows then stand behind what is still held.
+        """
+        batch = self._proved
+        assert batch is not None
+        batch.forget_unseen()
+        widths = dict(zip(batch.rows, (1 + MOST_REJECTED, 2, 7), strict=False))
+        kept = dict(zip(batch.rows, (1, 2, 2), strict=False))
+        self._feed_and_take_back(batch, widths, kept, is_padded)
+
+    def _feed_and_take_back(self, batch: RaggedBatch, widths: dict[Row, int], kept: dict[Row, int], is_padded: bool) -> None:
         lengths = {row: row.length + num_kept for row, num_kept in kept.items()}
-        self._trial.feed(batch, dict.fromkeys(kept, 3), wrong_from=kept)
+        self._trial.feed(batch, widths, is_padded=is_padded, wrong_from=kept)
         for row, length in lengths.items():
             owed = batch.rewind(row, length)
             if owed is None:
-                raise _Disproof(f"a row could not go back from {row.length} to {length} tokens")
+                raise Disproof(f"a row could not go back from {row.length} to {length} tokens")
             row.owed = owed
             row.cut(length)
         self._trial.feed(batch, dict.fromkeys(kept, 1), is_padded=is_padded)
 
     def _prove_tap(self, tap: HeadTap) -> None:
-        """Only the last position's logits, and the same ones."""
-        with tap.picking([0], [len(self._ids[2]) - 1]):
+        """Only the last three positions' logits, and the same ones."""
+        last = len(self._ids[2])
+        with tap.picking([0, 0, 0], range(last - 3, last)):
             logits = self._alone(self._ids[2])
-        if tap.num_picked != 1 or logits.shape[0] != 1:
-            raise _Disproof(f"the output layer was met {tap.num_picked} times and gave logits of shape {logits.shape}")
-        self._trial.compare(self._expected[2][-1:], logits, "the last position only")
+        if tap.num_picked != 1 or logits.shape[:2] != (3, 1):
+            raise Disproof(f"the output layer was met {tap.num_picked} times and gave logits of shape {logits.shape}")
+        self._trial.compare(self._expected[2][-3:], logits[:, 0], "the last positions only")
 
     def _batch_of(self, rows: Sequence[Row]) -> RaggedBatch:
         batch = RaggedBatch(self._kinds)
         batch.add_fresh(rows)
         return batch
-
-
-class _Trial:
-    """Feeds rows in whatever company and compares every logit with the expected one."""
-
-    def __init__(self, model: Any, ids: list[list[int]], expected: list[mx.array], is_exact: bool, costs: StepCosts) -> None:
-        self._model, self._ids, self._expected, self._is_exact, self._costs = model, ids, expected, is_exact, costs
-
-    def row(self, number: int) -> Row:
-        return Row(SequenceId(number), RowSampler(Sampling(), self._expected[0].shape[-1], prompt=(), output=()), 0)
-
-    def feed(
-        self, batch: Batch, widths: dict[Row, int], *, is_padded: bool = True, wrong_from: dict[Row, int] | None = None
-    ) -> None:
-        """Each row goes on by `widths[row]` of its own tokens; from `wrong_from[row]` on by others, whose logits do not count.
-
-        :raises _Disproof: a logit is not what it should be.
-        """
-        batch.begin_step()
-        feeds: dict[Row, list[int]] = {}
-        for row, width in widths.items():
-            ids = self._ids[row.sequence][row.length : row.length + width]
-            if wrong_from is not None:
-                ids = [token if index < wrong_from[row] else self._ids[0][index] for index, token in enumerate(ids)]
-            row.note_fed(ids)
-            feeds[row] = row.owed + ids
-        members = list(feeds)
-        # Up to any waste: rows are to share a forward here, unless padding is already known to fail.
-        waste = sum(map(len, feeds.values())) * len(members) if is_padded else 0
-        for indices in width_groups([len(feeds[row]) for row in members], waste):
-            self._forward(batch, {members[index]: feeds[members[index]] for index in indices}, wrong_from or {})
-
-    def _forward(self, batch: Batch, feeds: dict[Row, list[int]], wrong_from: dict[Row, int]) -> None:
-        batch.bring_forward(list(feeds))
-        rows = batch.rows[: len(feeds)]
-        widths = [len(feeds[row]) for row in rows]
-        widest = max(widths)
-        starts = {row: row.num_cached for row in rows}
-        tokens = mx.array([feeds[row] + feeds[row][-1:] * (widest - len(feeds[row])) for row in rows])
-        began = time.perf_counter()
-        logits = batch.forward(self._model, len(rows), tokens, None if min(widths) == widest else widths)
-        mx.eval(logits)
-        self._costs.note(len(rows), widest * len(rows), time.perf_counter() - began)
-        for index, row in enumerate(rows):
-            row.owed = []
-            num = wrong_from.get(row, widths[index])
-            if num:
-                expected = self._expected[row.sequence][starts[row] : starts[row] + num]
-                self.compare(expected, logits[index, :num], f"{len(rows)} rows of {widths} tokens")
-
-    def compare(self, expected: mx.array, got: mx.array, manner: str) -> None:
-        expected, got = expected.astype(mx.float32), got.astype(mx.float32)
-        if self._is_exact:
-            if not mx.array_equal(expected, got).item():
-                raise _Disproof(f"logits differ by {_largest(expected - got):.3g} where they should be equal ({manner})")
-            return
-        tolerance = self._tolerance() * _largest(expected)
-        difference = _largest(expected - got)
-        if not difference <= tolerance:  # also when it is no number
-            raise _Disproof(f"logits differ by {difference:.3g}, more than {tolerance:.3g} ({manner})")
-
-    def _tolerance(self) -> float:
-        """Relative to the largest logit. A wrong mask or state shows as a tenth or more, rounding as far less."""
-        return 1e-3 if self._expected[0].dtype == mx.float32 else 5e-2
-
-
-def _largest(values: mx.array) -> float:
-    largest: Any = mx.max(mx.abs(values)).item()
-    return float(largest)

@@ -153,19 +153,18 @@ class Family:
 
     def _make_room(self, lengths: Sequence[int], width: int) -> None:
         """Room for a forward of `width` at `lengths`: by compaction where a window leaves dead slots, else by growing."""
-        if self.window is not None:
-            self._compact(lengths)
+        self.compact(lengths)
         # Rows of the batch beyond those of this forward keep their bases: their slots only need to fit as they are.
         needed = max(length - base for length, base in zip(lengths, self.bases, strict=False)) + width
         if needed > self.capacity:
             self.set_capacity(round_up(needed))
 
-    def _compact(self, lengths: Sequence[int]) -> None:
-        assert self.window is not None
-        drops = [
-            max(0, length - self.window + 1 - ROLLBACK_SLACK - base) for length, base in zip(lengths, self.bases, strict=False)
-        ]
-        if max(drops) < SLOT_STEP // 2:
+    def compact(self, lengths: Sequence[int], *, slack: int = ROLLBACK_SLACK, least: int = SLOT_STEP // 2) -> None:
+        """Drop the slots that rows of these lengths see no more but for `slack`, if one row can drop `least`."""
+        if self.window is None:
+            return
+        drops = [max(0, length - self.window + 1 - slack - base) for length, base in zip(lengths, self.bases, strict=False)]
+        if max(drops) < least:
             return
         drops += [0] * (self.row_capacity - len(drops))
         for layer in self.layers:

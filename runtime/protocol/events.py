@@ -41,6 +41,7 @@ class Capabilities(Wire):
     `rollback`: "free" per-row truncation at no cost, "replay" by restoring a snapshot, "none".
     `notes`: one line for each proof that failed, saying what was tried.
     `prefix`: a row's caches can be copied out and restored into other rows.
+    `verify`: a block of proposed tokens can be fed at once, sampled after each, and taken back in part, by up to 16.
     """
 
     batched_decode: bool
@@ -49,6 +50,7 @@ class Capabilities(Wire):
     rollback: Literal["free", "replay", "none"]
     notes: tuple[str, ...] = ()
     prefix: bool = False
+    verify: bool = False
 
 
 class PrefixFacts(Wire):
