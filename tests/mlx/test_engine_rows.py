@@ -117,12 +117,6 @@ def test_a_sequence_named_twice_in_a_step_runs_once(engine: Engine) -> None:
     assert code_of(twice) == "invalid_request"
 
 
-def test_sampling_at_several_positions_is_no_part_of_this_engine_yet(engine: Engine) -> None:
-    add(engine, guest(A, 9))
-    with pytest.raises(ValueError, match="num_samples is 2"):
-        engine.step([RowStep(A, [1, 2, 3], 2)])
-
-
 # -- what turns up in the middle -----------------------------------------------------------------------------------
 
 

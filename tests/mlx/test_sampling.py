@@ -306,6 +306,32 @@ def test_rewind_forgets_thrown_away_tokens() -> None:
     assert tokens_of(logits, [one], [1]) == [0]
 
 
+def test_positions_drawn_in_one_go_with_presumed_tokens_draw_what_they_draw_one_by_one() -> None:
+    """Two sequences of different numbers of positions beside one without penalties; then each goes on from its last draw."""
+    logits = np.random.default_rng(8).normal(size=(8, 40)).astype(np.float32)
+    options: list[dict] = [
+        {"temperature": 0.9, "presence_penalty": 1.5, "frequency_penalty": 0.7, "seed": 4, "logprobs": 2},
+        {"temperature": 0.9, "seed": 9},
+        {"repetition_penalty": 1.7, "frequency_penalty": 2.0},
+    ]
+    said, proposed = [7, 7, 3], [3, 3, 11]
+    blocks = [(0, 4), (4, 1), (5, 2)]  # first row of logits, number of positions
+    together = [sampler(40, prompt=[1, 2], output=said, **one) for one in options]
+    drawn = draw(
+        mx.array(logits[:7]),
+        [one for one, (_, num) in zip(together, blocks, strict=True) for _ in range(num)],
+        [5 + ahead for _, num in blocks for ahead in range(num)],
+        [proposed[:ahead] for _, num in blocks for ahead in range(num)],
+    )
+    for one, own, (first, num) in zip(together, options, blocks, strict=True):
+        for ahead in range(num):
+            alone = sampler(40, prompt=[1, 2], output=said + proposed[:ahead], **own)
+            expected = draw(mx.array(logits[first + ahead : first + ahead + 1]), [alone], [5 + ahead])
+            assert drawn.tokens.tolist()[first + ahead] == expected.tokens.item()
+            assert drawn.logprobs()[first + ahead] == expected.logprobs()[0]
+        assert tokens_of(logits[7:], [one], [5 + num]) == tokens_of(logits[7:], [alone], [5 + num])
+
+
 def test_presence_and_frequency_ignore_the_prompt_and_repetition_does_not() -> None:
     logits = np.array([[2.0, 1.9, -1.0, -1.1]], np.float32)
     assert tokens_of(logits, [sampler(4, prompt=[0, 0], presence_penalty=5.0, frequency_penalty=5.0)], [2]) == [0]

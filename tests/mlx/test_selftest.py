@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import msgspec
 import pytest
 from mlx_lm.models.cache import KVCache
 
@@ -18,7 +19,8 @@ from runtime.engine.lm_engine import LmEngine
 from runtime.engine.prefix_layout import layout_of
 from runtime.engine.ragged_cache import RaggedKV
 from runtime.engine.recurrent import RaggedState
-from runtime.engine.selftest import NothingButNoise, Proof, _SelfTest, prove
+from runtime.engine.rows import Row
+from runtime.engine.selftest import MOST_REJECTED, NothingButNoise, Proof, _SelfTest, prove
 from runtime.engine.slots import Family
 from runtime.protocol.commands import Load
 from tests.support.crowd import load_engine, make_guests, run_alone, run_crowd
@@ -42,6 +44,7 @@ def test_attention_models_show_everything(tiny: MakeTiny, family: str) -> None:
     assert proof.capabilities.chunked_prefill
     assert proof.capabilities.rollback == "free"
     assert proof.capabilities.prefix
+    assert proof.capabilities.verify
     assert proof.capabilities.notes == ()
     assert proof.tap is not None
     assert proof.logits_width == VOCABULARY_SIZE
@@ -54,6 +57,7 @@ def test_recurrent_models_that_mind_padding_show_everything_with_replay(tiny: Ma
     assert capabilities.padded_prefill
     assert capabilities.rollback == "replay"
     assert capabilities.prefix
+    assert capabilities.verify
     assert capabilities.notes == ()
 
 
@@ -88,6 +92,7 @@ def test_a_model_with_an_unknown_cache_runs_one_row_at_a_time_and_rightly(tiny: 
     assert proof.layout is None
     assert proof.capabilities.chunked_prefill
     assert proof.capabilities.rollback == "none"
+    assert not proof.capabilities.verify
     assert "ForeignCache" in proof.capabilities.notes[0]
     _assert_right(model, proof, tiny)
 
@@ -143,8 +148,50 @@ def test_a_state_that_is_not_restored_is_noticed(tiny: MakeTiny, monkeypatch: py
     monkeypatch.setattr(RaggedState, "restore", lambda self, row, snapshot, source: None)
     capabilities = proof_of(load_model(tiny("lfm2"))).capabilities
     assert capabilities.rollback == "none"
+    assert not capabilities.verify
     assert capabilities.padded_prefill
     assert any("rollback is off" in note for note in capabilities.notes)
+
+
+def test_a_wide_block_that_comes_out_wrong_costs_verifying_and_nothing_else(tiny: MakeTiny) -> None:
+    model = load_model(tiny("llama"))
+    healthy = proof_of(model).capabilities
+    width = 1 + MOST_REJECTED
+    spoiled = proof_of(_Wrapped(model, lambda logits: logits * (1.01 if logits.shape[1] == width else 1.0))).capabilities
+    (note,) = spoiled.notes
+    assert note.startswith("verifying proposed tokens is off: logits differ by")
+    assert spoiled == msgspec.structs.replace(healthy, verify=False, notes=(note,))
+
+
+def test_what_rejected_proposals_leave_behind_costs_verifying_and_nothing_else(
+    tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that comes back from a long block a position too far ahead."""
+    rewind = RaggedBatch.rewind
+
+    def too_short(self: RaggedBatch, row: Row, length: int) -> list[int] | None:
+        is_long = row.num_cached - length >= MOST_REJECTED
+        owed = rewind(self, row, length)
+        row.num_cached += is_long
+        return owed
+
+    monkeypatch.setattr(RaggedBatch, "rewind", too_short)
+    capabilities = proof_of(load_model(tiny("llama"))).capabilities
+    assert capabilities.rollback == "free"
+    assert not capabilities.verify
+
+
+@pytest.mark.parametrize("window", [16, 100])
+def test_a_window_that_drops_too_much_is_noticed_also_when_it_is_larger_than_the_slack(
+    tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    model = load_model(tiny("gemma3_text", sliding_window=window))
+    assert proof_of(model).capabilities.verify
+    compact = Family.compact
+    monkeypatch.setattr(Family, "compact", lambda self, lengths, **options: compact(self, [one + 1 for one in lengths], **options))
+    spoiled = proof_of(model).capabilities
+    assert spoiled.rollback == "free"
+    assert not spoiled.verify
 
 
 def test_a_prefix_that_comes_back_wrong_is_noticed(tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:

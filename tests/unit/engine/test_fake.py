@@ -108,6 +108,23 @@ def test_rollback_forgets_what_was_fed() -> None:
     assert step(made, (ONE, tokens[2:4], 2)) == [tuple(tokens[3:5])]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), WARM])
+@pytest.mark.parametrize("num_right", [0, 2, 4])
+def test_a_verified_block_is_drawn_as_plain_decoding_draws_and_goes_on_after_what_stands(
+    num_right: int, sampling: Sampling
+) -> None:
+    made = engine()
+    right = testing.expected_tokens(PROMPT, max_tokens=9, sampling=sampling)
+    add(made, ONE, PROMPT, sampling)
+    step(made, (ONE, PROMPT, 1))
+    proposed = [*right[1 : 1 + num_right], 0, 0, 0, 0][:4]
+    (samples,) = step(made, (ONE, [right[0], *proposed], 5))
+    assert list(samples[: num_right + 1]) == right[1 : num_right + 2]
+    made.truncate(ONE, len(PROMPT) + 1 + num_right)
+    rest = [step(made, (ONE, None, 1))[0][0] for _ in range(3)]
+    assert rest == right[num_right + 2 : num_right + 5]
+
+
 def test_a_reply_is_said_and_ended() -> None:
     made = engine(FakeScript(reply="né"))
     add(made, ONE, PROMPT)
