@@ -66,7 +66,7 @@ def _fields(option: str, value: FakeScript | Fault) -> None:
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one Runtime behaves.
 
-    home: directory of fetched models; None is the user cache directory (`TROUPE_HOME` overrides).
+    home: directory of fetched models and prefix files; None is the user cache directory (`TROUPE_HOME` overrides).
     blas: "auto" lets CPU workers use OpenBLAS when it is there; "reference" keeps MLX's own, bit-exact over batch shapes.
     compute_threads: BLAS threads of each worker; None divides all cores but one among the loaded models.
     connect_seconds: from spawn to the worker's Hello. load_seconds: from Hello to Ready.
@@ -113,7 +113,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _count("prefix_free_bytes", self.prefix_free_bytes, 0, 1 << 50)
 
     def home_directory(self) -> Path:
-        """Where fetched models live. Not created here."""
+        """Where fetched models and prefix files live. Not created here."""
         if self.home is not None:
             return Path(self.home).expanduser()
         override = os.environ.get("TROUPE_HOME")

@@ -55,7 +55,7 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStats:
-    """`scheduler`: queues and running requests by model and tenant."""
+    """`scheduler`: queues and running requests by model and tenant, and what shared prefixes gave."""
 
     scheduler: SchedulerStats
     workers: tuple[WorkerStats, ...]

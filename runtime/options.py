@@ -57,8 +57,8 @@ class GenerateOptions(PromptOptions, total=False):
     logprobs: None, or how many alternatives to report beside each chosen token, up to 20.
     ignore_eos: go on past the model's end token. priority: "interactive" or "background".
     deadline_seconds: from submission to the end, else `DeadlineExceeded`.
-    cache: "on", the default, restores what is kept of a prompt's beginning and keeps what is computed; "read-only" keeps nothing;
-    "off" neither finds nor keeps. cache_scope: who shares it, "tenant" or, if `TenantSpec.may_share`, "shared".
+    cache: "on", the default, restores what is kept of a prompt's beginning and keeps what is computed; "read-only" keeps nothing
+    new; "off" neither finds nor keeps. cache_scope: who shares it, "tenant" or, if `TenantSpec.may_share`, "shared".
 
     What is out of its range is an `InvalidRequest` that names the range.
     """

@@ -21,9 +21,6 @@ from runtime.worker.memory import PrefixMemory
 from runtime.worker.prefix_tree import Node
 from runtime.worker.row import Row
 
-MIN_TOKENS = 64
-"""Shorter contexts are not kept unless they are pinned: copying them costs about what computing them again does."""
-
 
 @dataclass(slots=True)
 class _Keeping:
@@ -112,7 +109,7 @@ class Keeper:
     def _copies(self, row: Row, keeping: _Keeping, end: int) -> list[PrefixPart]:
         """Of what memory lacks of the row's positions [0, end), node by node."""
         memory, scope, ids = self._memory, keeping.use.scope, row.ids(end)
-        if keeping.has_no_room or (end < MIN_TOKENS and not keeping.use.pin):
+        if keeping.has_no_room or (end < prefix_places.MIN_TOKENS and not keeping.use.pin):
             return []
         match = memory.match(scope, ids, at_most=end)
         if match is not None and match.length == end:

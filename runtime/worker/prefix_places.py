@@ -9,6 +9,9 @@ from runtime.prefix.hashing import BLOCK_TOKENS, DIGEST_BYTES
 from runtime.prefix.layout import Style
 from runtime.protocol.commands import PrefillRow
 
+MIN_TOKENS: Final = 64
+"""Shorter contexts are neither kept nor restored unless they are pinned: that costs about what computing them again does."""
+
 NODE_TOKENS: Final = 512
 """Whole-block nodes end at its multiples: contexts that differ early share nothing much later than where they part."""
 

@@ -15,6 +15,7 @@ from runtime.engine.engine import Engine, RowError
 from runtime.engine.prefix_parts import PrefixPart
 from runtime.protocol.commands import PrefixUse
 from runtime.protocol.events import AnyEvent, Restored
+from runtime.worker import prefix_places
 from runtime.worker.memory import PrefixMemory
 from runtime.worker.prefix_form import PrefixForm
 from runtime.worker.prefix_io import PrefixThread, ReadJob
@@ -98,7 +99,11 @@ class Restorer:
         return min(part.end, row.num_known - 1)
 
     def _match(self, row: Row) -> Match | None:
-        return self._memory.match(_use(row).scope, row.start.tokens, at_most=row.num_known - 1)
+        """None also for so few tokens that computing them together with those of other rows is quicker, unless they are pinned."""
+        match = self._memory.match(_use(row).scope, row.start.tokens, at_most=row.num_known - 1)
+        if match is not None and match.length < prefix_places.MIN_TOKENS and not match.path[-1].num_pins:
+            return None
+        return match
 
     def _restore_from_memory(self, row: Row, match: Match | None) -> None:
         if match is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +27,7 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"two_models", "tenant_chat", "fake_in_ci"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {"two_models", "tenant_chat", "shared_prefix", "fake_in_ci"}
 
 
 @pytest.mark.anyio
@@ -78,6 +79,23 @@ async def test_a_chat_whose_worker_dies_begins_anew() -> None:
                 said += await client.receive()
             assert said.endswith(b"\nHi there\n")
         group.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_users_find_the_prompt_that_the_app_computed_ahead_and_leave_nothing_of_theirs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = example("shared_prefix")
+    await module.main(fake_model(module.MODEL, reply="Paris."))
+    first, *answers, last = capsys.readouterr().out.splitlines()
+    num_ahead = int(re.fullmatch(r"ahead of use: (\d+) tokens", first)[1])
+    told = [re.fullmatch(r"(\w+): (\d+) of (\d+) tokens were there: Paris\.", line) for line in answers]
+    assert {match[1] for match in told} == set(module.QUESTIONS)
+    # Of the prompt all but the template's opening of a reply; of each other's questions nothing.
+    shared = {int(match[2]) for match in told}
+    assert len(shared) == 1
+    assert 0.9 * num_ahead < min(shared) <= num_ahead
+    assert last == f"3 found it in memory, 0 in files: {3 * min(shared)} tokens not computed again"
 
 
 FAKE_IN_CI = example("fake_in_ci")
