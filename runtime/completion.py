@@ -26,11 +26,14 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one sequence. `cached_tokens`: how many of the prompt were restored rather than computed."""
+    """Token counts of one sequence. `cached_tokens`: how many of the prompt were restored rather than computed. `proposed_tokens`:
+    by speculation; `accepted_tokens`: those of them that became part of the completion."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -77,7 +80,9 @@ def assemble(
     """The completion of a request that ended without an error."""
 
     def one(sequence: SequenceResult, alternatives: tuple[Completion, ...]) -> Completion:
-        cached = outcome.cached_tokens[sequence.number] if sequence.number < len(outcome.cached_tokens) else 0
+        def count(counts: tuple[int, ...]) -> int:
+            return counts[sequence.number] if sequence.number < len(counts) else 0
+
         return Completion(
             model=model,
             text=sequence.text,
@@ -85,7 +90,13 @@ def assemble(
             finish_reason=sequence.finish or "cancelled",
             matched_stop=sequence.matched_stop,
             logprobs=tuple(sequence.logprobs),
-            usage=Usage(len(outcome.prompt_tokens), len(sequence.token_ids), cached),
+            usage=Usage(
+                len(outcome.prompt_tokens),
+                len(sequence.token_ids),
+                count(outcome.cached_tokens),
+                count(outcome.proposed_tokens),
+                count(outcome.accepted_tokens),
+            ),
             timings=outcome.timings,
             seed=seed,
             fingerprint=outcome.fingerprint,

@@ -21,6 +21,7 @@ def _require(ok: bool, option: str, got: object, allowed: str) -> None:
 
 
 MAX_SECONDS = 1e9
+MAX_DRAFT_TOKENS = 8
 WEIGHT_RANGE = (1e-6, 1e6)
 """Tags of the fair queue are sums of tokens / weight; within this range they stay exact enough for years."""
 
@@ -130,6 +131,10 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: a checkpoint directory, a hub id ("owner/name"), or the name of a fetched model.
     kind: "auto" or "lm" for mlx-lm checkpoints; "fake" is the deterministic engine of `runtime.testing`.
     max_slots: sequences decoding at once. max_context_tokens: a lower bound than the checkpoint's own.
+    drafter: for speculative decoding, the name of another model in the same Runtime with the same vocabulary, loaded before or
+    after; or "lookup", which proposes what followed the same words before in prompt and answer. The tokens stay the same, whatever
+    it proposes. draft_tokens: proposals a round; "auto" measures and chooses, 0 included. draft_ahead: whether to draft while the
+    target verifies; "auto" where it promises a gain.
     """
 
     name: str
@@ -141,9 +146,18 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     revision: str | None = None
     compute_threads: int | None = None
     fake: FakeScript | None = None
+    drafter: str | None = None
+    draft_tokens: int | Literal["auto"] = "auto"
+    draft_ahead: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         _text("name", self.name, "a non-empty string")
+        if self.drafter is not None:
+            _text("drafter", self.drafter, "another model's name, 'lookup', or None")
+            _require(self.drafter != self.name, "drafter", self.drafter, "another model than itself, 'lookup', or None")
+        if self.draft_tokens != "auto":
+            _count("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+        _require(self.draft_ahead in ("auto", True, False), "draft_ahead", self.draft_ahead, "'auto', True or False")
         _require(self.kind in ("auto", "lm", "fake"), "kind", self.kind, "'auto', 'lm', 'fake'")
         fits = isinstance(self.fake, FakeScript) if self.kind == "fake" else self.fake is None
         _require(fits, "fake", self.fake, "a FakeScript exactly when kind='fake'")

@@ -57,6 +57,7 @@ class RequestDesk:
             keeps_prefix=options.cache == "on",
             prefill_only=options.prefill_only,
             boundaries=options.boundaries,
+            speculate=options.speculate,
         )
         stream = self._scheduler.submit(request)
         self._num_open[name] += 1

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from runtime.actors.lifecycle import WorkerState
+from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.info import ModelState
 from runtime.protocol.events import AnyEvent, Loading, ModelFacts
@@ -39,8 +40,10 @@ class Listening:
     def __init__(self, watchers: WatchHub) -> None:
         self._watchers = watchers
 
-    def model_added(self, model: ModelName, max_slots: int) -> None:
-        self.scheduler.offer(ModelAdded(model, max_slots))
+    def model_added(self, model: ModelName, spec: ModelSpec) -> None:
+        draft_tokens = None if spec.draft_tokens == "auto" else spec.draft_tokens
+        draft_ahead = None if spec.draft_ahead == "auto" else spec.draft_ahead
+        self.scheduler.offer(ModelAdded(model, spec.max_slots, spec.drafter, draft_tokens, draft_ahead))
 
     def worker_up(self, model: ModelName, incarnation: Incarnation, facts: ModelFacts) -> None:
         for note in facts.capabilities.notes:

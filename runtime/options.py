@@ -59,6 +59,8 @@ class GenerateOptions(PromptOptions, total=False):
     deadline_seconds: from submission to the end, else `DeadlineExceeded`.
     cache: "on", the default, restores what is kept of a prompt's beginning and keeps what is computed; "read-only" keeps nothing
     new; "off" neither finds nor keeps. cache_scope: who shares it, "tenant" or, if `TenantSpec.may_share`, "shared".
+    speculate: False keeps the model's drafter out of it, True is refused where there is none that fits, None leaves it to the
+    runtime; the tokens are the same.
 
     What is out of its range is an `InvalidRequest` that names the range.
     """
@@ -81,6 +83,7 @@ class GenerateOptions(PromptOptions, total=False):
     deadline_seconds: float | None
     cache: Cache
     cache_scope: CacheScope
+    speculate: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class ValidOptions:
     cache_scope: CacheScope = "tenant"
     prefill_only: bool = False
     boundaries: tuple[int, ...] = ()
+    speculate: bool | None = None
 
 
 def validate(options: Mapping[str, Any]) -> ValidOptions:
@@ -183,6 +187,7 @@ def validate(options: Mapping[str, Any]) -> ValidOptions:
         warnings=warnings,
         cache=one_of("cache", options.get("cache", "on"), CACHES),
         cache_scope=one_of("cache_scope", options.get("cache_scope", "tenant"), CACHE_SCOPES),
+        speculate=_choice("speculate", options.get("speculate")),
     )
 
 
@@ -212,6 +217,12 @@ def _real(value: object) -> float | None:
 def _boolean(option: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(option, f"got {shown(value)}; allowed: True or False")
+    return value
+
+
+def _choice(option: str, value: object) -> bool | None:
+    if not (value is None or isinstance(value, bool)):
+        raise InvalidRequest(option, f"got {shown(value)}; allowed: True, False or None")
     return value
 
 

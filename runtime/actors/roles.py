@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from runtime.actors.lifecycle import WorkerState
+from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.commands import Load
 from runtime.protocol.events import AnyEvent, Heartbeat, Loading, ModelFacts, Ready
@@ -17,7 +18,7 @@ class Listener(Protocol):
     Called on the event loop's thread; never blocks and never raises.
     """
 
-    def model_added(self, model: ModelName, max_slots: int) -> None:
+    def model_added(self, model: ModelName, spec: ModelSpec) -> None:
         """It is being loaded; requests for it may wait."""
         ...
 

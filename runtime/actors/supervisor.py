@@ -96,7 +96,7 @@ class Supervisor:
         )
         self._actors[actor.name] = actor
         self._waiting[actor] = 0
-        self._listener.model_added(actor.name, spec.max_slots)
+        self._listener.model_added(actor.name, spec)
         self._group.start_soon(self._look_after, actor, name=f"worker of {spec.name}")
         self._share_anew()
         return actor

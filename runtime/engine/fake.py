@@ -135,6 +135,8 @@ class FakeEngine:
             token = row.context.draw(row.key, with_position=row.with_position, eos_one_in=self._script.eos_one_in)
         else:
             token = self._reply[said] if said < len(self._reply) else EOS
+        if row.context.disagrees(self._script.disagrees_one_in):
+            token = fake_draw.another(token)
         row.drawn[position] = token
         return token
 
@@ -273,7 +275,7 @@ def load(load: Load, progress: Progress, *, incarnation: int = 1, send_garbage: 
         kind="fake",
         model_type="fake",
         fingerprint=_fingerprint(script),
-        vocabulary_digest="fake-bytes",
+        vocabulary_digest=script.vocabulary,
         vocabulary_size=VOCABULARY_SIZE,
         context_length=context_length,
         bytes_per_token=BYTES_PER_TOKEN,
@@ -291,5 +293,5 @@ def load(load: Load, progress: Progress, *, incarnation: int = 1, send_garbage: 
 
 def _fingerprint(script: FakeScript) -> str:
     """Of what decides the tokens: not of times and faults."""
-    what = (script.context_length, script.eos_one_in, script.reply, script.chat_template)
+    what = (script.context_length, script.eos_one_in, script.reply, script.chat_template, script.disagrees_one_in)
     return "fake-" + blake2b(msgspec.msgpack.encode(what), digest_size=8).hexdigest()

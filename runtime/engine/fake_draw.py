@@ -75,10 +75,23 @@ class Context:
             mixed.update(_POSITION.pack(len(self.ids)))
         return _token(int.from_bytes(mixed.digest(), "little"), self.ids[-3:], eos_one_in)
 
+    def disagrees(self, one_in: int) -> bool:
+        """Whether this is one of the draws, once in so many, in which an engine is to say something else; 0: never."""
+        if not one_in:
+            return False
+        mixed = self._hash.copy()
+        mixed.update(b"disagree")
+        return int.from_bytes(mixed.digest(), "little") % one_in == 0
+
     def logprobs(self, token: int, num_top: int) -> TokenLogprob:
         """Made-up but fixed: halving probabilities, the drawn token first."""
         top = tuple(((token + rank) % 256 if rank else token, -0.6931471805599453 * (rank + 1)) for rank in range(num_top))
         return TokenLogprob(token, -0.6931471805599453, top)
+
+
+def another(token: int) -> int:
+    """A printable token that is not this one."""
+    return 33 if token == 32 else 32
 
 
 def _token(value: int, tail: Sequence[int], eos_one_in: int) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 PREPARE_SECONDS = 20.0
 """A worker refuses a prompt whose rendering and tokenizing takes longer."""
 
@@ -44,7 +44,8 @@ class FakeScript(Wire):
     """How the fake engine behaves. Its next token is a hash of the whole visible context.
 
     `reply`: instead of hashed tokens, every sequence says this text (UTF-8 bytes, one token each) and ends.
-    `eos_one_in`: a hashed token is the end token once in so many (0: never).
+    `eos_one_in`: a hashed token is the end token once in so many (0: never). `disagrees_one_in`: once in so many a hashed token
+    is another than engines without it draw (1: always, 0: never). `vocabulary`: digest of its vocabulary.
     """
 
     context_length: int = 4096
@@ -55,6 +56,8 @@ class FakeScript(Wire):
     eos_one_in: int = 0
     reply: str | None = None
     chat_template: bool = True
+    disagrees_one_in: int = 0
+    vocabulary: str = "fake-bytes"
     faults: tuple[Fault, ...] = ()
 
 
@@ -177,7 +180,8 @@ class PrefillRow(Wire):
     `prompt_length`: absolute; tokens at or after it are this sequence's own committed output (a replay), which penalties
     and stop strings count as output. `max_length`: absolute length at which it finishes with "length". `limit`: absolute
     length at which it parks until a `Grant`. `prefix`: None neither finds nor keeps anything. `prefill_only`: all tokens are
-    computed, none is generated, and the sequence finishes with "length" (`max_length` is then the number of tokens).
+    computed, none is generated, and the sequence finishes with "length" (`max_length` is then the number of tokens). `hold`: all
+    tokens are computed, none is generated, and the sequence waits for a `Draft`.
     """
 
     sequence: SequenceId
@@ -191,6 +195,7 @@ class PrefillRow(Wire):
     ignore_eos: bool = False
     prefix: PrefixUse | None = None
     prefill_only: bool = False
+    hold: bool = False
 
 
 class Prefill(Command, tag="prefill"):
@@ -210,6 +215,57 @@ class Release(Command, tag="release"):
 
     requests: tuple[RequestId, ...] = ()
     sequences: tuple[SequenceId, ...] = ()
+
+
+class Hold(Command, tag="hold"):
+    """Stop decoding these freely after the steps under way; answered by `Held`. Unknown and ended ones are fine."""
+
+    sequences: tuple[SequenceId, ...]
+
+
+class Resume(Command, tag="resume"):
+    """Decode these freely again. A verify that has not begun is dropped. Unknown and ended ones are fine."""
+
+    sequences: tuple[SequenceId, ...]
+
+
+class DraftRow(Wire):
+    """Truncate a held sequence to `base`, feed `commit`, and propose `count` tokens from there on (0: only feed).
+
+    `number` rises with each order for a sequence; a later one replaces one that is not done.
+    """
+
+    sequence: SequenceId
+    number: int
+    base: int
+    commit: TokenIds
+    count: int
+
+
+class Draft(Command, tag="draft"):
+    """Answered by `Drafted` for each row, unless a later order replaces it."""
+
+    rows: tuple[DraftRow, ...]
+
+
+class VerifyRow(Wire):
+    """Tokens proposed for the positions from `base` on, which is the sequence's length. `number` rises, as in `DraftRow`."""
+
+    sequence: SequenceId
+    number: int
+    base: int
+    proposed: tuple[int, ...] = ()
+
+
+class Verify(Command, tag="verify"):
+    """Run these through one step and commit what plain decoding would: the proposals that stand and one token more.
+
+    The rows are held. `lookup`: rows without proposals make up to so many of their own, from what followed the same words before.
+    Answered by `Verified`.
+    """
+
+    rows: tuple[VerifyRow, ...]
+    lookup: int = 0
 
 
 class Publish(Command, tag="publish"):
@@ -252,4 +308,20 @@ class Shutdown(Command, tag="shutdown"):
     """Stop after the current step; answered by `Stopped`, then the process ends with code 0."""
 
 
-AnyCommand = Load | Prepare | Prefill | Grant | Release | Publish | Unpin | Forget | Configure | Inspect | Shutdown
+AnyCommand = (
+    Load
+    | Prepare
+    | Prefill
+    | Grant
+    | Release
+    | Hold
+    | Resume
+    | Draft
+    | Verify
+    | Publish
+    | Unpin
+    | Forget
+    | Configure
+    | Inspect
+    | Shutdown
+)

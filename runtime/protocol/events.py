@@ -30,7 +30,7 @@ RefusalCode = Literal[
     "malformed",  # the frame was no command at all
 ]
 
-Phase = Literal["import", "loading", "idle", "prefill", "decode", "stopping"]
+Phase = Literal["import", "loading", "idle", "prefill", "decode", "verify", "draft", "stopping"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -217,10 +217,53 @@ class StepRow(Wire):
 
 
 class StepDone(Event, tag="step"):
-    """One per decode (or final prefill) step, for the whole batch. `step` counts all steps of this incarnation."""
+    """One per decode (or final prefill) step, for the whole batch. `step` counts all steps of this incarnation. `seconds`: that a
+    decode step took, 0 for others."""
 
     step: int
     rows: tuple[StepRow, ...]
+    seconds: float = 0.0
+
+
+class Held(Event, tag="held"):
+    """(sequence, length): no longer decoded freely; all that is committed has been said before."""
+
+    rows: tuple[tuple[SequenceId, int], ...]
+
+
+class DraftedRow(Wire):
+    """What order `number` proposes, from its start on."""
+
+    sequence: SequenceId
+    number: int
+    proposed: tuple[int, ...]
+
+
+class Drafted(Event, tag="drafted"):
+    """Orders that are done. `lost`: sequences that this worker does not hold as the order says; it has forgotten them. `seconds`:
+    spent inside the steps of the slowest of them."""
+
+    rows: tuple[DraftedRow, ...]
+    lost: tuple[SequenceId, ...] = ()
+    seconds: float = 0.0
+
+
+class VerifiedRow(Wire):
+    """What round `number` added, as a step would say it. `num_proposed`: tokens verified. `num_matched`: of them, equal to what the
+    target drew, up to the first that is not; they count also when the sequence ended before."""
+
+    number: int
+    num_proposed: int
+    num_matched: int
+    step: StepRow
+
+
+class Verified(Event, tag="verified"):
+    """One per verify step. `step` and `seconds` as in `StepDone`."""
+
+    step: int
+    rows: tuple[VerifiedRow, ...]
+    seconds: float
 
 
 class Released(Event, tag="released"):
@@ -268,6 +311,8 @@ class WorkerReport(Wire):
     prefix_memory_bytes: int = 0
     prefix_pinned_bytes: int = 0
     prefix_nodes: int = 0
+    verify_steps: int = 0
+    draft_steps: int = 0
 
 
 class Inspected(Event, tag="inspected"):
@@ -297,6 +342,9 @@ AnyEvent = (
     | Restored
     | Prefilled
     | StepDone
+    | Held
+    | Drafted
+    | Verified
     | Kept
     | SegmentPublished
     | SegmentRejected

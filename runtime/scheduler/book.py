@@ -17,6 +17,7 @@ from runtime.protocol.ids import ModelName, RequestId, TenantId
 from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.fairness import Flow, Tenant
 from runtime.scheduler.model import Model
+from runtime.scheduler.pairing import Pairing
 from runtime.scheduler.prefixes import Prefixes
 from runtime.scheduler.request import (
     Outcome,
@@ -40,7 +41,8 @@ _SMOOTHING = 0.2
 
 
 class Book:
-    """All records. `out` collects the instructions of the stimulus being handled; `touched` the models to flush after it."""
+    """All records. `out` collects the instructions of the stimulus being handled; `touched` the models to flush after it, and
+    `disturbed`, by target, the pairings to advance."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -52,6 +54,7 @@ class Book:
         self.wake_at: float | None = None
         self.out: list[Instruction] = []
         self.touched: dict[ModelName, Model] = {}
+        self.disturbed: dict[ModelName, Pairing] = {}
         self.num_ended: dict[RequestState, int] = dict.fromkeys(_OUTCOMES, 0)
         self.num_rejected = 0
         self.prefixes = Prefixes(settings)
@@ -64,6 +67,10 @@ class Book:
         """Have placement look at it after this stimulus."""
         model.needs_placing = True
         self.touched[model.name] = model
+
+    def disturb(self, pairing: Pairing) -> None:
+        """Have what its state asks for sent after this stimulus."""
+        self.disturbed[pairing.target] = pairing
 
     def tenant(self, name: TenantId) -> Tenant:
         if name not in self.tenants:
@@ -135,6 +142,8 @@ class Book:
             error,
             cached_tokens=tuple(sequence.cached_length for sequence in record.sequences),
             pinned_length=record.pinned_length,
+            proposed_tokens=tuple(sequence.num_proposed for sequence in record.sequences),
+            accepted_tokens=tuple(sequence.num_accepted for sequence in record.sequences),
         )
 
     def unpin(self, request: RequestId) -> None:
@@ -160,6 +169,9 @@ class Book:
             move_sequence(sequence, SequenceState.RELEASED)
         elif sequence.state not in (SequenceState.RELEASING, SequenceState.RELEASED):
             self.leave_batch(model, sequence)
+            if sequence.member is not None and model.pairing is not None:
+                model.pairing.leave(sequence.member)
+                self.disturb(model.pairing)
             self.prefixes.index.release(sequence.id)
             if sequence.leads:
                 self.look_again(model)  # a follower takes over
@@ -191,6 +203,13 @@ class Book:
 
     def lose(self, model: Model, error: TroupeError, now: float) -> None:
         """Its worker is gone, or never came: every request of the model ends with an `error` of its own, every slot is free."""
+        for other in self.models.values():
+            if other.pairing is not None and other.pairing.drafts_with(model.name):
+                other.pairing.detach()
+                self.disturb(other.pairing)
+        if model.pairing is not None:
+            model.pairing.lose_target()
+            self.disturb(model.pairing)
         self.prefixes.lose(model.name, model.promises.values())
         model.promises.clear()
         model.hints.clear()
@@ -240,6 +259,8 @@ class Book:
         while self.deadlines and self._is_over(self.deadlines[0][1]):
             heapq.heappop(self.deadlines)
         times = [model.collect_until for model in self.models.values() if model.collect_until is not None]
+        pairings = (model.pairing for model in self.models.values() if model.pairing is not None)
+        times += [pairing.wake_at for pairing in pairings if pairing.wake_at is not None]
         if self.deadlines:
             times.append(self.deadlines[0][0])
         if times and (self.wake_at is None or min(times) < self.wake_at):

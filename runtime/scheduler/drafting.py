@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from runtime.config import MAX_DRAFT_TOKENS
 from runtime.scheduler.draft_costs import CostTable, Mean
 from runtime.scheduler.draft_worth import MARGIN, Measured, Outlook, RowRound
-
-MAX_DRAFT_TOKENS: Final = 8
 
 _CHANGE_MARGIN: Final = 0.01
 """Least gain over the present draft length worth another one: without it noise would keep it moving."""
@@ -172,6 +171,23 @@ class DraftLength:
             self._earn(num_gained + num_steps * _EARNED_SHARE)
         if now.state != "fixed":
             self._after_round(now)
+
+    def note_late(self, num_rows: int, seconds: float) -> None:
+        """The drafter kept so many rows waiting so long, for nothing. :raises ValueError: no rows."""
+        now = self._class(num_rows)
+        now.lost_seconds += seconds
+        if now.plain.num:
+            self._earn(-seconds / now.plain.value)
+        if now.state != "fixed":
+            self._turn_off(now)
+
+    def chance(self, num_tokens: int) -> float:
+        """That so many tokens guessed in a row are right: 1 as long as nothing was measured."""
+        chance = 1.0
+        by_position = self._measured.acceptance.by_position() if self._measured.is_known else ()
+        for place in range(num_tokens if by_position else 0):
+            chance *= by_position[min(place, len(by_position) - 1)]
+        return chance
 
     def stats(self) -> tuple[DraftStats, ...]:
         """One entry for each batch class that was seen, small ones first."""

@@ -48,3 +48,5 @@ def _raise_limit(book: Book, model: Model, sequence: Sequence) -> None:
     if is_parked:
         move_sequence(sequence, SequenceState.DECODING)
         book.touch(model)
+        if sequence.member is not None and model.pairing is not None:
+            book.disturb(model.pairing)

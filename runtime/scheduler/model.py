@@ -10,6 +10,7 @@ from runtime.protocol.events import ModelFacts
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, SequenceId
 from runtime.scheduler.fairness import FairQueue
 from runtime.scheduler.hints import Hints
+from runtime.scheduler.pairing import Pairing
 from runtime.scheduler.prefill import Batch
 from runtime.scheduler.prefixes import Promise
 from runtime.scheduler.request import RequestRecord, Sequence, SequenceState
@@ -28,7 +29,7 @@ class Model:
     per sequence, of its time in the slot and of its length. needs_placing: something changed that may let rows start.
     collect_until: when ready rows stop waiting for others to be prefilled with; None when none waits so.
     benefit: what restoring and computing cost here, also over its workers' lives. hints: what the worker's memory holds.
-    promises: by node, what the worker was told to write to files.
+    promises: by node, what the worker was told to write to files. pairing: with its drafter, as the target; None when it has none.
     """
 
     name: ModelName
@@ -50,6 +51,7 @@ class Model:
     benefit: Benefit = field(default_factory=Benefit)
     hints: Hints = field(default_factory=Hints)
     promises: dict[int, Promise] = field(default_factory=dict)
+    pairing: Pairing | None = None
     grants: dict[SequenceId, int] = field(default_factory=dict)
     requests_to_release: list[RequestId] = field(default_factory=list)
     sequences_to_release: list[SequenceId] = field(default_factory=list)

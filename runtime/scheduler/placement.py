@@ -10,7 +10,7 @@ from itertools import islice
 
 import msgspec
 
-from runtime.protocol.commands import Prefill, PrefillRow, PrefixUse, Prepare
+from runtime.protocol.commands import Prefill, PrefillRow, PrefixUse, Prepare, Sampling
 from runtime.protocol.tokens import TokenIds
 from runtime.scheduler import prefill, restoring
 from runtime.scheduler.admission import row_cost
@@ -108,19 +108,24 @@ def _start(book: Book, model: Model, start: restoring.Start, batch: prefill.Batc
         record.flow.ready.take(record)
 
 
+def sampling_of(sequence: Sequence) -> Sampling:
+    """How it draws: as its request says, with a seed of its own."""
+    sampling = sequence.record.request.sampling
+    if sequence.number > 0:
+        sampling = msgspec.structs.replace(sampling, seed=sequence_seed(sampling.seed, sequence.number))
+    return sampling
+
+
 def _prefill_row(sequence: Sequence, prefix: PrefixUse | None) -> PrefillRow:
     request, prompt = sequence.record.request, sequence.record.prompt_tokens
     assert prompt is not None
-    sampling = request.sampling
-    if sequence.number > 0:
-        sampling = msgspec.structs.replace(sampling, seed=sequence_seed(sampling.seed, sequence.number))
     return PrefillRow(
         sequence=sequence.id,
         tokens=prompt if not sequence.committed else TokenIds([*prompt, *sequence.committed]),
         prompt_length=sequence.prompt_length,
         max_length=sequence.max_length,
         limit=sequence.limit,
-        sampling=sampling,
+        sampling=sampling_of(sequence),
         stop=request.stop,
         ignore_eos=request.ignore_eos,
         prefix=prefix,

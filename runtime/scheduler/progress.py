@@ -1,4 +1,4 @@
-"""What each event of a worker changes: prepared, prefilled, stepped, released, refused.
+"""What each event of a worker changes: prepared, prefilled, stepped, verified, released, refused.
 
 Positions are absolute. What was said before is ignored, as is anything about a sequence that was let go (it may have crossed
 our Release on the way); a gap, a contradiction or an id that was never given is a breach, and the worker is replaced.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from runtime.errors import ContextTooLong, GenerationFailed, InvalidRequest, ModelNotLoaded, TroupeError
 from runtime.protocol.events import (
     AnyEvent,
+    Drafted,
     FinishReason,
+    Held,
     Kept,
     Prefilled,
     Prepared,
@@ -20,9 +22,10 @@ from runtime.protocol.events import (
     SegmentRejected,
     StepDone,
     StepRow,
+    Verified,
 )
 from runtime.protocol.ids import SequenceId
-from runtime.scheduler import keeping, restoring
+from runtime.scheduler import guests, keeping, restoring, speculation
 from runtime.scheduler.book import Book, smoothed
 from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
@@ -44,6 +47,15 @@ def hear(book: Book, model: Model, event: AnyEvent, now: float) -> None:
     """Take in one event of the model's current incarnation. Events about its load and health are not the scheduler's."""
     if isinstance(event, StepDone):
         _stepped(book, model, event, now)
+    elif isinstance(event, Verified):
+        _verified(book, model, event, now)
+    elif isinstance(event, Drafted):
+        for pairing in speculation.pairings_of(book, model.name):
+            speculation.drafted(book, pairing, event)
+    elif isinstance(event, Held):
+        if model.pairing is not None:
+            speculation.held(model.pairing, event)
+            book.disturb(model.pairing)
     elif isinstance(event, Prepared):
         _prepared(book, model, event, now)
     elif isinstance(event, Prefilled):
@@ -101,6 +113,8 @@ def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
         if sequence is None:
             if _never_given(book, model, sequence_id):
                 return
+            for pairing in speculation.pairings_of(book, model.name):
+                guests.prefilled(book, pairing, sequence_id, length)
             continue
         if sequence.state is SequenceState.RELEASING:
             continue
@@ -126,45 +140,79 @@ def _start_decoding(book: Book, model: Model, sequence: Sequence) -> None:
     book.leave_batch(model, sequence)
     if sequence.record.state is RequestState.PREFILLING:
         move_request(sequence.record, RequestState.RUNNING)
+    request = sequence.record.request
+    if model.pairing is not None and request.speculate is not False and not request.prefill_only:
+        model.pairing.join(sequence)
 
 
 def _stepped(book: Book, model: Model, event: StepDone, now: float) -> None:
-    sequences, out = model.sequences, book.out
+    if model.pairing is not None:
+        speculation.plain_step(model.pairing, event.seconds)
+        book.disturb(model.pairing)
     for row in event.rows:
-        sequence = sequences.get(row.sequence)
-        if sequence is None:
-            if _never_given(book, model, row.sequence):
-                return
-            continue
-        state = sequence.state
-        if state is SequenceState.RELEASING:
-            continue
-        tokens, committed, record = row.tokens, sequence.committed, sequence.record
-        length = sequence.prompt_length + len(committed)
-        if row.index != length:
-            if _was_said(sequence, row):
-                continue
-            book.breach(model, f"step {event.step}: sequence {row.sequence} has {length} tokens, but the row begins at {row.index}")
+        if not _take_row(book, model, event.step, row, now):
             return
-        length += len(tokens)
-        if length > sequence.max_length:
-            book.breach(model, f"step {event.step}: sequence {row.sequence} ran to {length}, past its end at {sequence.max_length}")
+
+
+def _verified(book: Book, model: Model, event: Verified, now: float) -> None:
+    if model.pairing is None:
+        book.breach(model, f"step {event.step}: verified for a model without a drafter")
+        return
+    members = []
+    for row in event.rows:
+        sequence = model.sequences.get(row.step.sequence)
+        members.append(sequence.member if sequence is not None else None)
+        if not 0 <= row.num_matched <= row.num_proposed:
+            book.breach(model, f"step {event.step}: {row.num_matched} of {row.num_proposed} proposals right")
             return
-        if state is SequenceState.PREFILLING:
-            _start_decoding(book, model, sequence)
-        if tokens:
-            committed.extend(tokens)
-            record.flow.tenant.num_tokens_served += len(tokens)
-            if record.first_token_at is None:
-                record.first_token_at = now
-            if length > sequence.charged_length:
-                record.flow.charge(OVERRUN_CHARGE_TOKENS)
-                sequence.charged_length += OVERRUN_CHARGE_TOKENS
-        out.append(Deliver(record.request.id, Piece(sequence.number, tokens, row.text, row.logprobs, row.finish, row.matched_stop)))
-        if row.finish is not None:
-            _finish(book, model, sequence, row.finish, now)
-        elif length >= sequence.limit and length < sequence.max_length and sequence.state is SequenceState.DECODING:
-            move_sequence(sequence, SequenceState.PARKED)
+        if sequence is not None:
+            sequence.num_proposed += row.num_proposed
+            sequence.num_accepted += min(row.num_matched, len(row.step.tokens))
+        if not _take_row(book, model, event.step, row.step, now):
+            return
+    speculation.verified(model.pairing, event, members, now)
+    book.disturb(model.pairing)
+
+
+def _take_row(book: Book, model: Model, step: int, row: StepRow, now: float) -> bool:
+    """What a step added to one sequence. False after a breach."""
+    sequence = model.sequences.get(row.sequence)
+    if sequence is None:
+        return not _never_given(book, model, row.sequence)
+    state = sequence.state
+    if state is SequenceState.RELEASING:
+        return True
+    tokens, committed, record = row.tokens, sequence.committed, sequence.record
+    length = sequence.prompt_length + len(committed)
+    if row.index != length:
+        if _was_said(sequence, row):
+            return True
+        book.breach(model, f"step {step}: sequence {row.sequence} has {length} tokens, but the row begins at {row.index}")
+        return False
+    length += len(tokens)
+    if length > sequence.max_length:
+        book.breach(model, f"step {step}: sequence {row.sequence} ran to {length}, past its end at {sequence.max_length}")
+        return False
+    if state is SequenceState.PREFILLING:
+        _start_decoding(book, model, sequence)
+    if tokens:
+        committed.extend(tokens)
+        record.flow.tenant.num_tokens_served += len(tokens)
+        if record.first_token_at is None:
+            record.first_token_at = now
+        if length > sequence.charged_length:
+            record.flow.charge(OVERRUN_CHARGE_TOKENS)
+            sequence.charged_length += OVERRUN_CHARGE_TOKENS
+        if sequence.member is not None and sequence.member.follower is not None:
+            sequence.member.follower.commit(row.index, tokens)
+    book.out.append(
+        Deliver(record.request.id, Piece(sequence.number, tokens, row.text, row.logprobs, row.finish, row.matched_stop))
+    )
+    if row.finish is not None:
+        _finish(book, model, sequence, row.finish, now)
+    elif length >= sequence.limit and length < sequence.max_length and sequence.state is SequenceState.DECODING:
+        move_sequence(sequence, SequenceState.PARKED)
+    return True
 
 
 def _was_said(sequence: Sequence, row: StepRow) -> bool:
@@ -216,7 +264,10 @@ def _refused(book: Book, model: Model, event: Refused, now: float) -> None:
     records = {request_id: model.preparing[request_id] for request_id in event.requests if request_id in model.preparing}
     for sequence_id in event.sequences:
         sequence = model.sequences.get(sequence_id)
-        if sequence is not None and sequence.state is not SequenceState.RELEASING:
+        if sequence is None:
+            for pairing in speculation.pairings_of(book, model.name):
+                guests.refused(book, pairing, sequence_id)
+        elif sequence.state is not SequenceState.RELEASING:
             records[sequence.record.request.id] = sequence.record
     for record in records.values():
         if not record.has_ended:

@@ -24,6 +24,7 @@ from runtime.protocol.tokens import TokenIds
 
 if TYPE_CHECKING:
     from runtime.scheduler.fairness import Flow
+    from runtime.scheduler.pairing import Member
     from runtime.scheduler.prefill import Batch
 
 Priority = Literal["interactive", "background"]
@@ -89,6 +90,7 @@ class Request:
     scope: whose prefixes it may use, None for none at all (cache="off"). keeps_prefix: False for cache="read-only".
     prefill_only: nothing is generated (max_tokens is 0); what was computed is pinned under the request's id until `ReleasePrefix`,
     and can be continued at each of `boundaries` (absolute positions, ascending).
+    speculate: False for never, True to be refused where the model has no drafter, None for wherever it pays.
     """
 
     id: RequestId
@@ -107,6 +109,7 @@ class Request:
     keeps_prefix: bool = True
     prefill_only: bool = False
     boundaries: tuple[int, ...] = ()
+    speculate: bool | None = None
 
 
 def sequence_seed(seed: int, number: int) -> int:
@@ -126,6 +129,7 @@ class Sequence:
     Of prefixes: `plan`: the files named for it; `expected_length`: how much was then expected to be restored, `cached_length`:
     how much was. `awaits_restored`: it has a PrefixUse and no Restored came yet; until then its leases run. `keeps`: memory is
     told to keep it, so others may follow it. `awaited_length`: what it last followed another for, 0 if nobody.
+    Of speculation: `member`: its part in the pairing, while it runs; tokens proposed for it, and of them those committed.
     """
 
     id: SequenceId
@@ -147,6 +151,9 @@ class Sequence:
     awaits_restored: bool = False
     keeps: bool = False
     awaited_length: int = 0
+    member: Member | None = field(default=None, repr=False)
+    num_proposed: int = 0
+    num_accepted: int = 0
 
     @property
     def length(self) -> int:
@@ -258,7 +265,8 @@ class Outcome:
     """How a request ended: by itself (`error` None), cancelled, or with an error. `prompt_tokens`: its tokens once prepared.
 
     The error is this request's own object, never shared with another's. cached_tokens: by sequence number, how many of its prompt
-    were restored rather than computed. pinned_length: of a prefill_only request, how far memory holds it pinned.
+    were restored rather than computed. pinned_length: of a prefill_only request, how far memory holds it pinned. proposed_tokens,
+    accepted_tokens: by sequence number, tokens proposed for it by speculation, and of them those that stood.
     """
 
     state: Literal["finished", "cancelled", "failed"]
@@ -269,3 +277,5 @@ class Outcome:
     error: TroupeError | None = None
     cached_tokens: tuple[int, ...] = ()
     pinned_length: int = 0
+    proposed_tokens: tuple[int, ...] = ()
+    accepted_tokens: tuple[int, ...] = ()

@@ -63,6 +63,11 @@ class Follower:
     def is_waiting(self) -> bool:
         return self._order is not None
 
+    @property
+    def is_hopeful(self) -> bool:
+        """An order is under way, and nothing committed since contradicts what it builds on."""
+        return self._order is not None and self._wrong_from is None
+
     def order(self, number: int, *, ahead: bool = False) -> DraftOrder:
         """The next round's order. It replaces one whose answer never came.
 

@@ -11,10 +11,12 @@ from typing import assert_never
 from runtime.config import Settings
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
 from runtime.protocol.ids import ModelName, RequestId
-from runtime.scheduler import grants, keeping, progress
+from runtime.scheduler import grants, keeping, progress, speculation
 from runtime.scheduler.admission import refusal
 from runtime.scheduler.book import Book
+from runtime.scheduler.drafting import DraftLength
 from runtime.scheduler.model import Model
+from runtime.scheduler.pairing import Pairing
 from runtime.scheduler.placement import place
 from runtime.scheduler.request import Request, RequestRecord, RequestState
 from runtime.scheduler.stimuli import (
@@ -61,6 +63,10 @@ class SchedulerState:
                     place(book, model, now)
                 book.flush(model)
             book.touched.clear()
+        while book.disturbed:
+            pairings, book.disturbed = list(book.disturbed.values()), {}
+            for pairing in pairings:
+                speculation.advance(book, pairing, now)
         if book.wake_at is None and isinstance(stimulus, Tick):
             book.plan_wake()
         return book.out
@@ -136,6 +142,13 @@ class SchedulerState:
             return ModelNotLoaded(request.model, f"is not loaded; loaded: {loaded}")
         if model.unavailable is not None:
             return model.unavailable.fresh()
+        if request.speculate:
+            if model.pairing is None:
+                return InvalidRequest(
+                    "speculate", f"got True, but model {model.name!r} has no drafter; load it with ModelSpec(drafter=…)"
+                )
+            if model.pairing.refused is not None:
+                return InvalidRequest("speculate", f"got True, but model {model.name!r} cannot: {model.pairing.refused}")
         return refusal(book, model, book.tenant(request.tenant), now)
 
     def _expire(self, now: float) -> None:
@@ -147,6 +160,10 @@ class SchedulerState:
         for model in book.models.values():
             if model.collect_until is not None and model.collect_until <= now:
                 book.look_again(model)
+            pairing = model.pairing
+            if pairing is not None and pairing.wake_at is not None and pairing.wake_at <= now:
+                pairing.wake_at = None
+                book.disturb(pairing)
         book.wake_at = None
 
     # -- the supervisor -----------------------------------------------------------------------------------------
@@ -155,6 +172,10 @@ class SchedulerState:
         model = self.book.models.setdefault(stimulus.model, Model(stimulus.model, stimulus.max_slots))
         if model.incarnation is None:
             model.max_slots = stimulus.max_slots
+            model.pairing = None
+            if stimulus.drafter is not None:
+                controller = DraftLength(stimulus.draft_tokens)
+                model.pairing = Pairing(model.name, stimulus.drafter, controller, stimulus.draft_ahead)
         if model.unavailable is not None:
             model.unavailable, model.last_incarnation = None, 0  # a new supervisor may count from 1 again
 
@@ -169,6 +190,7 @@ class SchedulerState:
         model.facts = stimulus.facts
         model.unavailable = None
         self.book.look_again(model)
+        speculation.attach(self.book, model.name)
 
     def _worker_lost(self, stimulus: WorkerLost, now: float) -> None:
         model = self.book.models.get(stimulus.model)

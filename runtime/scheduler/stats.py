@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from runtime.prefix.plans import Entry
 from runtime.protocol.ids import TenantId
 from runtime.scheduler.admission import num_unstarted
 from runtime.scheduler.book import Book
+from runtime.scheduler.drafting import DraftStats
 from runtime.scheduler.model import Model
+from runtime.scheduler.pairing import Pairing
 from runtime.scheduler.prefixes import Counts
 from runtime.scheduler.request import RequestState, SequenceState
 
@@ -64,6 +67,34 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PairingStats:
+    """One target's speculation, counted since the start. drafter: a model's name, or "lookup".
+
+    state: "waiting" for the drafter or the target to be loaded, "refused" (reason says why), "away" (the drafter was late),
+    or "paired". guests: sequences that the drafter holds. rounds: drafts verified; proposed, accepted: tokens of them.
+    ahead, ahead_hits: drafts made while the target verified, and those that could be used. late: rounds that the drafter did not
+    answer in time. Seconds that rounds waited: for drafts (next to nothing when made ahead), for the verify step, and for what
+    neither explains, messages and scheduling. controller: what it measured and chose, by batch size.
+    """
+
+    target: str
+    drafter: str
+    state: Literal["waiting", "refused", "away", "paired"]
+    reason: str | None
+    guests: int
+    rounds: int
+    proposed: int
+    accepted: int
+    ahead: int
+    ahead_hits: int
+    late: int
+    draft_seconds: float
+    verify_seconds: float
+    wire_seconds: float
+    controller: tuple[DraftStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """By the names that the app gave; `finished`, `cancelled`, `failed` and `rejected` count requests since the start."""
 
@@ -74,6 +105,7 @@ class SchedulerStats:
     failed: int
     rejected: int
     prefixes: PrefixStats
+    pairings: tuple[PairingStats, ...] = ()
 
 
 def snapshot(book: Book) -> SchedulerStats:
@@ -98,6 +130,33 @@ def snapshot(book: Book) -> SchedulerStats:
         failed=book.num_ended[RequestState.FAILED],
         rejected=book.num_rejected,
         prefixes=_prefix_stats(list(book.prefixes.counts.values()), book.prefixes.index.entries()),
+        pairings=tuple(_pairing_stats(model.pairing) for model in book.models.values() if model.pairing is not None),
+    )
+
+
+def _pairing_stats(pairing: Pairing) -> PairingStats:
+    counts = pairing.counts
+    state: Literal["waiting", "refused", "away", "paired"] = "paired"
+    if not pairing.is_attached:
+        state = "waiting" if pairing.refused is None else "refused"
+    elif pairing.away_until is not None:
+        state = "away"
+    return PairingStats(
+        target=pairing.target,
+        drafter=pairing.drafter,
+        state=state,
+        reason=pairing.refused,
+        guests=len(pairing.guests),
+        rounds=counts.rounds,
+        proposed=counts.proposed,
+        accepted=counts.accepted,
+        ahead=counts.ahead,
+        ahead_hits=counts.ahead_hits,
+        late=counts.late,
+        draft_seconds=counts.draft_seconds,
+        verify_seconds=counts.verify_seconds,
+        wire_seconds=counts.wire_seconds,
+        controller=pairing.controller.stats(),
     )
 
 

@@ -63,10 +63,17 @@ class TenantSet:
 
 @dataclass(frozen=True, slots=True)
 class ModelAdded:
-    """From now on requests for it are queued, though its worker may still be loading."""
+    """From now on requests for it are queued, though its worker may still be loading.
+
+    drafter: another model's name, "lookup", or None. draft_tokens: of each draft, None for as many as pay. draft_ahead: whether to
+    draft while the target verifies, None where it pays.
+    """
 
     model: ModelName
     max_slots: int
+    drafter: str | None = None
+    draft_tokens: int | None = None
+    draft_ahead: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

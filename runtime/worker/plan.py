@@ -1,24 +1,26 @@
 """What is the next step, and how much of which prefill batch does it feed? Pure: facts in, decision out.
 
-Decode and prefill steps alternate while both have work, so decoding rows wait for at most one bounded chunk.
+The kinds of step take turns while they have work, so nobody waits for more than one step of each other kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Literal
 
-StepKind = Literal["decode", "prefill"]
+StepKind = Literal["verify", "decode", "prefill", "draft"]
+
+KINDS: Final[tuple[StepKind, ...]] = ("verify", "decode", "prefill", "draft")
+"""In the order of a turn: whose answer a round waits for first, then the running rows, then at most one bounded chunk."""
 
 PATIENCE_CHUNKS: Final = 4
 """A batch passed over this often goes first, however much it has left."""
 
 
-def next_kind(*, can_decode: bool, can_prefill: bool, last: StepKind) -> StepKind | None:
-    """None when there is nothing to do."""
-    if can_decode and can_prefill:
-        return "prefill" if last == "decode" else "decode"
-    return "decode" if can_decode else "prefill" if can_prefill else None
+def next_kind(possible: Collection[StepKind], last: StepKind) -> StepKind | None:
+    """The next in turn after `last`; None when there is nothing to do."""
+    after = KINDS.index(last) + 1
+    return next((kind for kind in KINDS[after:] + KINDS[:after] if kind in possible), None)
 
 
 def next_batch(tokens_left: Sequence[int], chunks_waited: Sequence[int]) -> int | None:

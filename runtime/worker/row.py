@@ -6,9 +6,11 @@ Lengths are absolute and count committed tokens, prompt and output. The last com
 from __future__ import annotations
 
 from runtime.engine.engine import RowError, RowStep, Tokenizer
+from runtime.protocol.acceptance import num_proposable
 from runtime.protocol.commands import PrefillRow
-from runtime.protocol.events import FinishReason, StepRow, TokenLogprob
+from runtime.protocol.events import FinishReason, StepRow, TokenLogprob, VerifiedRow
 from runtime.protocol.tokens import TokenIds
+from runtime.worker.lookup import Lookup
 from runtime.worker.stops import StopMatcher
 
 _NO_IDS: frozenset[int] = frozenset()
@@ -37,13 +39,17 @@ class Row:
         "_ending_ids",
         "_matcher",
         "_silent_ids",
+        "answer",
         "committed",
         "decode_step",
         "has_failed",
+        "is_held",
         "is_over",
         "is_restoring",
+        "last_number",
         "length",
         "limit",
+        "lookup",
         "max_length",
         "num_fed",
         "num_known",
@@ -70,6 +76,14 @@ class Row:
         self._bound = min(self.limit, self.max_length)
         self.is_over = False
         self.has_failed = False
+        self.is_held = start.hold
+        """It takes no part in decode steps: it waits for `Draft`s, or for `Verify`s."""
+        self.last_number = 0
+        """Of the last order or round carried out for it."""
+        self.answer: VerifiedRow | None = None
+        """To that round."""
+        self.lookup: Lookup | None = None
+        """Its own tokens, once it has been asked to propose from them."""
         self.is_restoring = False
         """Its prefix is being read; nothing of it may be fed."""
         self.num_proven = 0
@@ -100,7 +114,7 @@ class Row:
         left = self.num_known - self.num_fed
         if self.is_restoring:
             return 0
-        if self.start.prefill_only or self.limit > self.num_known:
+        if self.is_computed_only or self.limit > self.num_known:
             return left
         return left - 1 if in_chunks else 0
 
@@ -111,7 +125,7 @@ class Row:
     def take_chunk(self, width: int) -> RowStep:
         """The step that feeds the next `width` context tokens; the last chunk also samples the first token.
 
-        Of a `prefill_only` row that token is dropped: drawing it shows that what was computed is finite.
+        Where nothing is to be generated that token is dropped: drawing it shows that what was computed is finite.
         """
         begin, self.num_fed = self.num_fed, self.num_fed + width
         is_last = self.num_fed == self.num_known
@@ -134,16 +148,39 @@ class Row:
         return TokenIds.from_bytes(self.start.tokens.to_bytes() + drawn.to_bytes())
 
     @property
+    def is_computed_only(self) -> bool:
+        """Nothing is generated when its context is computed."""
+        return self.start.prefill_only or self.start.hold
+
+    @property
     def is_prefilled(self) -> bool:
         """Its whole context has been submitted."""
         return self.num_fed == self.num_known
 
     def can_decode(self) -> bool:
         """Another sample is within what is granted, counting those under way."""
-        return self.length + self.num_pending < self._bound
+        return not self.is_held and self.length + self.num_pending < self._bound
+
+    @property
+    def num_proposable(self) -> int:
+        """Proposals that can be of use now: one more token is drawn after the last of them."""
+        return num_proposable(self.length, max_length=self.max_length, limit=self.limit)
+
+    @property
+    def is_bounded(self) -> bool:
+        """No token more is granted."""
+        return self.length >= self._bound
+
+    def propose(self, num_tokens: int) -> list[int]:
+        """What followed the same words before, in its own context and output."""
+        if self.lookup is None:
+            self.lookup = Lookup(self.start.tokens)
+        num_new = self.length - self.lookup.length
+        self.lookup.extend(self.committed[len(self.committed) - num_new :])
+        return self.lookup.propose(num_tokens)
 
     def is_parked(self) -> bool:
-        return self.length >= self.limit and not self.start.prefill_only
+        return self.length >= self.limit and not self.is_computed_only
 
     def grant(self, limit: int) -> None:
         """A lower or repeated limit is ignored."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from runtime.engine.engine import Engine, Loaded, RowError
-from runtime.protocol.commands import Grant, Prefill, PrefillRow
+from runtime.protocol.commands import Grant, Hold, Prefill, PrefillRow, Resume
 from runtime.protocol.events import AnyEvent, RefusalCode, Refused, StepRow
 from runtime.protocol.ids import SequenceId
 from runtime.worker import plan
@@ -41,6 +41,7 @@ class Sequences:
         self._send = send
         self._rows: dict[SequenceId, Row] = {}
         self._running: dict[SequenceId, Row] = {}
+        self._holding: list[Row] = []
         self._ended: dict[SequenceId, PrefillRow] = {}
         self.batches: list[Batch] = []
 
@@ -97,7 +98,7 @@ class Sequences:
         if matched is not None:
             row.is_over = True
             return row, StepRow(row.sequence, row.length, (), "", "stop", matched)
-        if row.length >= row.max_length and not start.prefill_only:
+        if row.length >= row.max_length and not row.is_computed_only:
             return row, row.end("length", row.length, (), "", ())
         return row, None
 
@@ -106,6 +107,30 @@ class Sequences:
             row = self._rows.get(sequence)
             if row is not None:
                 row.grant(limit)
+
+    def hold(self, command: Hold) -> None:
+        """They stop decoding freely; `take_held` says when."""
+        for sequence in command.sequences:
+            row = self._running.get(sequence)
+            if row is not None and not row.start.hold:
+                row.is_held = True
+                self._holding.append(row)
+
+    def resume(self, command: Resume) -> None:
+        for sequence in command.sequences:
+            row = self._running.get(sequence)
+            if row is not None and not row.start.hold:
+                row.is_held = False
+
+    def take_held(self) -> list[Row]:
+        """Of the rows that were told to hold, those whose last step is in by now, each once."""
+        held = [row for row in self._holding if row.is_held and not row.is_over and not row.num_pending]
+        self._holding = [row for row in self._holding if row.is_held and not row.is_over and row.num_pending]
+        return held
+
+    def running(self, sequence: SequenceId) -> Row | None:
+        """A row whose context is computed, if it is not over."""
+        return self._running.get(sequence)
 
     def release(self, sequences: Sequence[SequenceId]) -> None:
         """Forget them in whatever state, also the unknown ones."""

@@ -1,22 +1,33 @@
-"""Order of steps: decode and prefill take turns, short prompts first, and nobody starves."""
+"""Order of steps: the kinds take turns, short prompts first, and nobody starves."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.worker.plan import PATIENCE_CHUNKS, chunk_widths, next_batch, next_kind
+from runtime.worker.plan import KINDS, PATIENCE_CHUNKS, StepKind, chunk_widths, next_batch, next_kind
 
 
-def test_decode_and_prefill_take_turns_while_both_have_work() -> None:
-    assert next_kind(can_decode=True, can_prefill=True, last="decode") == "prefill"
-    assert next_kind(can_decode=True, can_prefill=True, last="prefill") == "decode"
+def test_kinds_of_step_take_turns_while_they_have_work() -> None:
+    assert next_kind({"decode", "prefill"}, "decode") == "prefill"
+    assert next_kind({"decode", "prefill"}, "prefill") == "decode"
+    kind, turns = "draft", []
+    for _ in range(8):
+        kind = next_kind(KINDS, kind)
+        turns.append(kind)
+    assert turns == [*KINDS, *KINDS]
 
 
-def test_whoever_has_work_alone_goes_on() -> None:
-    assert next_kind(can_decode=True, can_prefill=False, last="decode") == "decode"
-    assert next_kind(can_decode=False, can_prefill=True, last="prefill") == "prefill"
-    assert next_kind(can_decode=False, can_prefill=False, last="prefill") is None
+@given(st.sets(st.sampled_from(KINDS)), st.sampled_from(KINDS))
+def test_nobody_waits_for_more_than_one_step_of_each_other_kind(possible: set[StepKind], last: StepKind) -> None:
+    turns = [last]
+    for _ in range(len(KINDS)):
+        kind = next_kind(possible, turns[-1])
+        assert (kind is None) == (not possible)
+        if kind is None:
+            return
+        turns.append(kind)
+    assert set(turns[1 : len(possible) + 1]) == possible
 
 
 def test_the_batch_with_the_fewest_tokens_left_goes_first() -> None:

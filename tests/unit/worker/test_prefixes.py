@@ -17,14 +17,14 @@ from runtime.protocol.events import (
     StepDone,
 )
 from runtime.protocol.ids import SequenceId
-from runtime.worker.prefix_keep import MIN_TOKENS
+from runtime.worker.prefix_places import MIN_TOKENS
 from tests.support.phases import Phases, kept, release, restored, start
 from tests.unit.worker.fake_prefixes import OTHER_SCOPE, expected, load_fake, positions, prompt_of, tokens_of
 
 # -- memory -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [MIN_TOKENS, 255, 256, 257, 511, 512, 513, 1000])
+@pytest.mark.parametrize("length", [MIN_TOKENS + 1, 255, 256, 257, 511, 512, 513, 1000])
 def test_a_prompt_asked_again_leaves_one_token_to_compute(length: int) -> None:
     prompt = prompt_of(length)
     events = Phases(load_fake(), [start(1, prompt)], [start(2, prompt)]).run()
@@ -41,7 +41,16 @@ def test_a_context_that_is_computed_as_fast_as_copied_is_not_kept(length: int) -
     assert restored(events, 2) == Restored(SequenceId(2), 0, "none")
 
 
-@pytest.mark.parametrize("shared", [1, 100, 255, 256, 257, 400, 512, 599, 600])
+@pytest.mark.parametrize("shared", [1, 3, MIN_TOKENS - 1])
+def test_so_few_common_tokens_are_computed_with_the_rest(shared: int) -> None:
+    first = prompt_of(600)
+    second = [*first[:shared], 200, *prompt_of(50, 3)]
+    events = Phases(load_fake(), [start(1, first)], [start(2, second)]).run()
+    assert restored(events, 2) == Restored(SequenceId(2), 0, "none")
+    assert tokens_of(events, 2) == expected(second)
+
+
+@pytest.mark.parametrize("shared", [MIN_TOKENS, 100, 255, 256, 257, 400, 512, 599, 600])
 def test_a_prompt_that_parts_anywhere_is_restored_up_to_there(shared: int) -> None:
     first = prompt_of(600)
     second = [*first[:shared], 200, *prompt_of(50, 3)]
