@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from runtime.options import GenerateOptions, PromptOptions
     from runtime.prefill_options import PrefillOptions
     from runtime.protocol.events import Capabilities, ModelFacts, PrefixFacts, TokenLogprob, WorkerReport
+    from runtime.scheduler.drafting import DraftStats
     from runtime.scheduler.request import Timings
-    from runtime.scheduler.stats import ModelStats, PrefixStats, SchedulerStats, TenantStats
+    from runtime.scheduler.stats import ModelStats, PairingStats, PrefixStats, SchedulerStats, TenantStats
     from runtime.watch import (
         LoadProgress,
         ModelStateChanged,
@@ -94,7 +95,8 @@ _HOMES = {
     "prefill_options": ("PrefillOptions",),
     "protocol.events": ("Capabilities", "ModelFacts", "PrefixFacts", "TokenLogprob", "WorkerReport"),
     "scheduler.request": ("Timings",),
-    "scheduler.stats": ("ModelStats", "PrefixStats", "SchedulerStats", "TenantStats"),
+    "scheduler.drafting": ("DraftStats",),
+    "scheduler.stats": ("ModelStats", "PairingStats", "PrefixStats", "SchedulerStats", "TenantStats"),
     "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -105,6 +107,7 @@ __all__ = [
     "Completion",
     "ContextTooLong",
     "DeadlineExceeded",
+    "DraftStats",
     "EraseFailed",
     "Erasure",
     "ExitReport",
@@ -125,6 +128,7 @@ __all__ = [
     "ModelStats",
     "ModelUnavailable",
     "Overloaded",
+    "PairingStats",
     "PrefillOptions",
     "PrefixFacts",
     "PrefixHandle",

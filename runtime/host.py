@@ -9,6 +9,7 @@ from typing import Literal, Self, Unpack
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+import msgspec
 from anyio.abc import TaskGroup
 
 from runtime import store
@@ -188,9 +189,18 @@ class Runtime:
         return [model_info(actor) for actor in self._supervisor.actors()]
 
     def capabilities(self, name: str) -> Capabilities:
-        """What the load-time self-test proved for this model. :raises ModelNotLoaded: also while it is loading."""
+        """What the load-time self-test proved for this model, and why its drafter cannot be used if that is so.
+
+        :raises ModelNotLoaded: also while it is loading.
+        """
         self._require_open()
-        return self._supervisor.facts(ModelName(name)).capabilities
+        proved = self._supervisor.facts(ModelName(name)).capabilities
+        refused = [
+            f"speculation: drafter {pairing.drafter!r} cannot be used: {pairing.reason}"
+            for pairing in self._scheduler.stats().pairings
+            if pairing.target == name and pairing.reason is not None
+        ]
+        return msgspec.structs.replace(proved, notes=(*proved.notes, *refused)) if refused else proved
 
     async def inspect(self, name: str) -> WorkerReport:
         """A worker's own count of itself. :raises ModelNotLoaded: :raises ModelUnavailable: no worker serves now."""
