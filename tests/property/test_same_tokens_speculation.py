@@ -133,7 +133,7 @@ async def test_one_drafter_serves_two_targets_at_once_and_a_row_is_guessed_alike
     prompts = [[32 + (number * 13 + place * place) % 90 for place in range(5 + number * 7)] for number in range(8)]
 
     async def ask(tenant: runtime.Tenant, model: str, number: int) -> runtime.Completion:
-        return await tenant.generate(model, tokens=prompts[number], max_tokens=33, ignore_eos=True, cache="off")
+        return await tenant.generate(model, tokens=prompts[number], max_tokens=120, ignore_eos=True, cache="off")
 
     async with runtime.Runtime(SETTINGS) as rt:
         await rt.load(runtime.ModelSpec("drafter", str(drafter), max_slots=16))
