@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _STARTED = time.perf_counter()
@@ -85,6 +86,56 @@ class Opponent:
         from tests.support.tiny import make_tiny  # the only use of test code, and only when a tiny model is measured
 
         return {"path": str(make_tiny(directory, "llama"))}
+
+    def speculate(self, drafter: str, prompt: str, max_tokens: int, num_draft_tokens: int) -> dict[str, Any]:
+        """The loaded model with a drafter in the same process: `mlx_lm.stream_generate` with `draft_model`."""
+        draft_model = mlx_lm.load(drafter)[0]
+        seconds: list[float] = []
+        tokens: list[int] = []
+        prompt_tokens = num_drafted = 0
+        self.stream(prompt, 4)
+        started = time.perf_counter()
+        for response in mlx_lm.stream_generate(
+            self._model, self._tokenizer, prompt, max_tokens=max_tokens, draft_model=draft_model, num_draft_tokens=num_draft_tokens
+        ):
+            seconds.append(time.perf_counter() - started)
+            tokens.append(response.token)
+            num_drafted += response.from_draft
+            prompt_tokens = response.prompt_tokens
+        return {"prompt_tokens": prompt_tokens, "token_ids": tokens, "text": "", "seconds": seconds, "num_drafted": num_drafted}
+
+    def make_pairing(
+        self, directory: str, is_quick: bool, ratios: list[int], acceptances: list[float], prompts: list[str]
+    ) -> dict[str, Any]:
+        """A random drafter of two layers, for each ratio a target so many times as deep that says the same, and for each acceptance
+        a drafter that agrees so often (0: one of other weights)."""
+        from benchmarks import pairings
+
+        root = Path(directory)
+        base = pairings.make_random(root / "base", 2, is_quick=is_quick)
+        targets = {
+            str(ratio): str(pairings.with_identity_layers(base, root / f"target-{ratio}", 2 * ratio - 2)) for ratio in ratios
+        }
+        drafters: dict[str, dict[str, Any]] = {}
+        for wanted in acceptances:
+            if wanted == 1:
+                drafters[str(wanted)] = {"path": str(base), "agreement": 1.0}
+            elif wanted == 0:
+                other = pairings.make_random(root / "other", 2, is_quick=is_quick, seed=7)
+                drafters[str(wanted)] = {"path": str(other), "agreement": pairings.agreement(base, other, prompts, 32)}
+            else:
+                drafters[str(wanted)] = pairings.calibrated(base, root / f"noisy-{wanted}", prompts, 48, wanted)
+        return {"targets": targets, "drafters": drafters}
+
+    def make_deeper(self, source: str, directory: str, num_more: int) -> dict[str, Any]:
+        from benchmarks import pairings
+
+        return {"path": str(pairings.with_identity_layers(Path(source), Path(directory), num_more))}
+
+    def make_requantised(self, source: str, directory: str, bits: int) -> dict[str, Any]:
+        from benchmarks import pairings
+
+        return {"path": str(pairings.requantised(Path(source), Path(directory), bits))}
 
     def _encode(self, prompt: str) -> list[int]:
         """As `stream_generate` does: BOS unless the text begins with it."""
