@@ -1,7 +1,7 @@
 """Which checkpoints make a pairing of a known acceptance and cost? Runs in a child, beside `benchmarks.opponents`.
 
-The target is the drafter plus identity layers, whose output projections are zero: exactly the same tokens at a multiple of the cost.
-Noise on the drafter's matrices lowers the acceptance; how much is found by bisection.
+The target is the drafter plus identity layers, whose output projections are zero: exactly the same tokens at a multiple of the
+cost. Noise on the drafter's matrices lowers the acceptance; how much is found by bisection.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mlx_lm
 import numpy as np
 from mlx_lm.generate import generate_step
 
-SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 QUICK_SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 _SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _NUM_BISECTIONS = 9

@@ -41,11 +41,12 @@ CHATS = (
     "Name three animals that live in the sea and say what they eat.",
 )
 REPEATING = (
-    "Copy this list of names line by line:\nAlice Johnson, 24 Park Road\nBob Miller, 7 Station Street\nCarol Smith, 118 High Street\n"
-    "David Brown, 5 Mill Lane\nEve Wilson, 32 Church Road\n",
-    "Write out the following text once more, word for word:\nThe museum opens at nine in the morning and closes at six in the evening. "
-    "Tickets are sold at the front desk, and children under twelve do not pay. The last tour begins at five.\n",
-    "Extract the lines that contain a number:\nThe train leaves at 8.\nBring a coat.\nThe hotel has 40 rooms.\nBreakfast is at 7.\n",
+    "Copy this list of names line by line:\nAlice Johnson, 24 Park Road\nBob Miller, 7 Station Street\n"
+    "Carol Smith, 118 High Street\nDavid Brown, 5 Mill Lane\nEve Wilson, 32 Church Road\n",
+    "Write out the following text once more, word for word:\nThe museum opens at nine in the morning and closes at six in the "
+    "evening. Tickets are sold at the front desk, and children under twelve do not pay. The last tour begins at five.\n",
+    "Extract the lines that contain a number:\nThe train leaves at 8.\nBring a coat.\nThe hotel has 40 rooms.\n"
+    "Breakfast is at 7.\n",
 )
 
 
