@@ -161,11 +161,12 @@ def _verified(book: Book, model: Model, event: Verified, now: float) -> None:
     members = []
     for row in event.rows:
         sequence = model.sequences.get(row.step.sequence)
-        members.append(sequence.member if sequence is not None else None)
+        is_new = sequence is not None and row.step.index == sequence.length  # else it was said before
+        members.append(sequence.member if sequence is not None and is_new else None)
         if not 0 <= row.num_matched <= row.num_proposed:
             book.breach(model, f"step {event.step}: {row.num_matched} of {row.num_proposed} proposals right")
             return
-        if sequence is not None:
+        if sequence is not None and is_new:
             sequence.num_proposed += row.num_proposed
             sequence.num_accepted += min(row.num_matched, len(row.step.tokens))
         if not _take_row(book, model, event.step, row.step, now):

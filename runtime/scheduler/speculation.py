@@ -108,8 +108,8 @@ def _plan_wake(book: Book, pairing: Pairing, now: float) -> None:
         times.append(pairing.away_until if now < pairing.away_until else pairing.away_until + MAX_AWAY_SECONDS)
     if pairing.round is not None and pairing.round.verify_sent_at is None:
         times.append(pairing.round.deadline)
-    if times and (pairing.wake_at is None or pairing.wake_at <= now):
-        pairing.wake_at = min(times)
+    if times and (pairing.wake_at is None or pairing.wake_at <= now or min(times) < pairing.wake_at):
+        pairing.wake_at = min(times)  # an earlier one stays: it comes once and for nothing, instead of one for each round
         book.plan_wake()
 
 
@@ -296,7 +296,7 @@ def drafted(book: Book, pairing: Pairing, event: Drafted) -> None:
         if member is None or member.follower is None:
             continue
         book.disturb(pairing)
-        was_asked = not member.is_ahead
+        was_asked = not member.is_ahead and member.follower.is_waiting
         if not member.follower.drafted(row.number, row.proposed) and was_asked and not member.follower.is_waiting:
             member.num_wanted = 0  # it said nothing of use: this round goes without
         if pairing.round is not None:

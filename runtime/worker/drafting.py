@@ -52,7 +52,7 @@ class Drafter:
     @property
     def is_asked(self) -> bool:
         """A step of it is possible now."""
-        return any(not order.is_submitted for order in self._orders.values())
+        return any(not order.is_submitted and not order.row.is_over for order in self._orders.values())
 
     def order(self, command: Draft) -> None:
         answers: list[DraftedRow] = []
@@ -92,7 +92,7 @@ class Drafter:
         return True
 
     def _lose(self, sequences: Sequence[SequenceId]) -> None:
-        rows = [row for sequence in sequences if (row := self._sequences.running(sequence)) is not None and row.start.hold]
+        rows = [row for sequence in sequences if (row := self._sequences.known(sequence)) is not None and row.start.hold]
         for row in rows:
             row.is_over = row.has_failed = True
             order = self._orders.pop(row.sequence, None)

@@ -114,7 +114,8 @@ class Sequences:
             row = self._running.get(sequence)
             if row is not None and not row.start.hold:
                 row.is_held = True
-                self._holding.append(row)
+                if row not in self._holding:
+                    self._holding.append(row)
 
     def resume(self, command: Resume) -> None:
         for sequence in command.sequences:
@@ -127,6 +128,10 @@ class Sequences:
         held = [row for row in self._holding if row.is_held and not row.is_over and not row.num_pending]
         self._holding = [row for row in self._holding if row.is_held and not row.is_over and row.num_pending]
         return held
+
+    def known(self, sequence: SequenceId) -> Row | None:
+        """A row that is not over, in whatever state."""
+        return self._rows.get(sequence)
 
     def running(self, sequence: SequenceId) -> Row | None:
         """A row whose context is computed, if it is not over."""

@@ -53,9 +53,9 @@ class Verifier:
             row = self._sequences.running(asked.sequence)
             if row is None or row.start.hold or not row.committed:
                 continue  # it has ended, which was said
-            row.is_held = True
             verdict = judge_verify(asked.number, asked.base, last_number=row.last_number, length=row.length)
             if verdict in ("run", "behind", "gap"):  # of a gap nothing can be used, but the sequence goes on
+                row.is_held = True
                 self._asked[row.sequence] = (row, asked, command.lookup)
             elif verdict == "repeat" and row.answer is not None:
                 answers.append(row.answer)

@@ -9,12 +9,31 @@ from typing import Any, get_args
 import pytest
 
 from runtime.protocol import channel, frames
-from runtime.protocol.commands import PROTOCOL_VERSION, ChatPrompt, PrefillRow, Sampling
-from runtime.protocol.events import Capabilities, FinishReason, LoadFailure, ModelFacts, Phase, RefusalCode, StepRow, WorkerReport
+from runtime.protocol.commands import PROTOCOL_VERSION, ChatPrompt, DraftRow, PrefillRow, Sampling, VerifyRow
+from runtime.protocol.events import (
+    Capabilities,
+    DraftedRow,
+    FinishReason,
+    LoadFailure,
+    ModelFacts,
+    Phase,
+    RefusalCode,
+    StepRow,
+    VerifiedRow,
+    WorkerReport,
+)
 from tests.unit.protocol.strategies import COMMAND_TYPES, EVENT_TYPES
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
 SECTIONS = dict(re.findall(r"^### `(\w+)` · \w+\n(.*?)(?=^##|\Z)", DOCUMENT, re.MULTILINE | re.DOTALL))
+ROWS = {
+    "prefill": PrefillRow,
+    "draft": DraftRow,
+    "verify": VerifyRow,
+    "step": StepRow,
+    "drafted": DraftedRow,
+    "verified": VerifiedRow,
+}
 MESSAGES = {kind.__struct_config__.tag: kind for kind in (*COMMAND_TYPES, *EVENT_TYPES)}
 
 
@@ -29,7 +48,7 @@ def test_every_message_has_its_section_and_no_section_is_without_one() -> None:
 @pytest.mark.parametrize("tag", list(MESSAGES))
 def test_the_fields_stand_in_their_order(tag: str) -> None:
     kind: Any = MESSAGES[tag]
-    nested = {"prefill": PrefillRow, "step": StepRow}.get(tag)
+    nested: Any = ROWS.get(tag)
     expected = [*kind.__struct_fields__, *(nested.__struct_fields__ if nested else ())]
     assert fields_in(SECTIONS[tag]) == expected
 
