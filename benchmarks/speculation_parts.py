@@ -230,9 +230,9 @@ async def lookup(bench: Bench) -> list[Figure]:
     """(c) Answers that repeat their prompt."""
     source = bench.model or await _tiny(bench)
     await bench.load("plain", source)
-    await bench.load("lookup", source, drafter="lookup")
-    figures = await _beside_plain(bench, "c", "lookup, answers that repeat the prompt", REPEATING, {}, "lookup", LOOKUP)
-    for model in ("lookup", "plain"):
+    await bench.load("repeating", source, drafter="lookup")
+    figures = await _beside_plain(bench, "c", "lookup, answers that repeat the prompt", REPEATING, {}, "repeating", LOOKUP)
+    for model in ("repeating", "plain"):
         await bench.rt.unload(model)
     return figures
 
