@@ -15,6 +15,7 @@ import anyio
 import pytest
 
 import runtime
+from runtime.worker.prefix_places import MIN_TOKENS
 from tests.support.tiny import make_tiny
 
 pytestmark = [pytest.mark.anyio, pytest.mark.limit(300)]
@@ -139,7 +140,8 @@ async def test_a_prompt_that_shares_a_beginning_gives_the_same_tokens(family: st
             _same(answer, cold[number], (family, shared))
     assert sum(answer.usage.cached_tokens for answer in warm) > 0
     if family == "llama":  # every position can be continued
-        assert [answer.usage.cached_tokens for answer in warm] == list(SHARED)
+        worth = [shared if shared >= MIN_TOKENS else 0 for shared in SHARED]
+        assert [answer.usage.cached_tokens for answer in warm] == worth
         assert [answer.usage.cached_tokens for answer in other] == [shared // 256 * 256 for shared in SHARED]
 
 
