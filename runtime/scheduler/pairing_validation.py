@@ -5,6 +5,8 @@ For tests after every stimulus and for idle moments, like all of `validation.py`
 
 from __future__ import annotations
 
+from math import inf
+
 from runtime.protocol.ids import SequenceId
 from runtime.scheduler.book import Book
 from runtime.scheduler.model import Model
@@ -51,7 +53,7 @@ def _validate_member(pairing: Pairing, member: Member, what: str) -> None:
     assert member.sequence.state in (SequenceState.DECODING, SequenceState.PARKED), f"{what} is {member.sequence.state.value}"
     assert not (member.is_held and member.is_holding), f"{what} is held and yet to be held"
     if pairing.is_lookup:
-        assert member.guest is None and member.follower is None and member.guest_state == "ready", f"{what} has a guest"
+        assert (member.guest, member.follower, member.guest_state) == (None, None, "ready"), f"{what} has a guest"
         return
     has_guest = member.guest is not None
     assert has_guest == (member.guest_state in ("prefilling", "ready")), f"{what}: a guest while {member.guest_state}"
@@ -79,4 +81,4 @@ def _validate_round(book: Book, pairing: Pairing, what: str) -> None:
     for time in times:  # that somebody looks once it has passed; how long after, the tests say
         assert pairing.wake_at is not None, f"{what}: nobody looks when its drafter is late"
         assert round is None or pairing.wake_at <= time, f"{what}: somebody looks too late"
-        assert book.wake_at is not None and book.wake_at <= pairing.wake_at, f"{what}: its wake-up is forgotten"
+        assert (inf if book.wake_at is None else book.wake_at) <= pairing.wake_at, f"{what}: its wake-up is forgotten"
