@@ -57,7 +57,7 @@ def _validate_member(pairing: Pairing, member: Member, what: str) -> None:
         return
     has_guest = member.guest is not None
     assert has_guest == (member.guest_state in ("prefilling", "ready")), f"{what}: a guest while {member.guest_state}"
-    assert not has_guest or pairing.guests.get(member.guest) is member, f"{what}: its guest is not known"
+    assert member.guest is None or pairing.guests.get(member.guest) is member, f"{what}: its guest is not known"
     assert (member.follower is not None) == (member.guest_state == "ready"), f"{what}: followed while {member.guest_state}"
     if member.follower is not None:
         assert member.follower.length == member.sequence.length, f"{what}: followed to {member.follower.length}"
