@@ -220,9 +220,8 @@ def _was_said(sequence: Sequence, row: StepRow) -> bool:
     """Whether this row repeats tokens that are committed already. (An end cannot have been said: we would have let it go.)"""
     start = row.index - sequence.prompt_length
     end = start + len(row.tokens)
-    return (
-        row.finish is None and 0 <= start <= end <= len(sequence.committed) and tuple(sequence.committed[start:end]) == row.tokens
-    )
+    is_inside = 0 <= start <= end <= len(sequence.committed)
+    return row.finish is None and is_inside and tuple(sequence.committed[start:end]) == row.tokens
 
 
 def _finish(book: Book, model: Model, sequence: Sequence, reason: FinishReason, now: float) -> None:

@@ -11,6 +11,7 @@ from runtime.scheduler.admission import num_unstarted
 from runtime.scheduler.book import Book
 from runtime.scheduler.grants import limit_of
 from runtime.scheduler.model import Model
+from runtime.scheduler.pairing_validation import validate_pairings
 from runtime.scheduler.request import RequestRecord, RequestState, Sequence, SequenceState
 
 _IN_SLOT = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED, SequenceState.RELEASING})
@@ -31,6 +32,7 @@ def validate(book: Book) -> None:
         assert tenant.num_running == running, f"tenant {tenant.id}: {tenant.num_running} running, counted {running}"
         assert all(book.models[name].fair.flows[tenant.id] is flow for name, flow in tenant.flows.items())
     _validate_prefixes(book)
+    validate_pairings(book)
     timed = {request_id for _, request_id in book.deadlines}
     for record in book.requests.values():
         if record.request.deadline_seconds is not None and not record.has_ended:

@@ -49,7 +49,7 @@ MODEL = ModelName("m")
 
 
 def facts(context_length: int = 4096, fingerprint: str = "print") -> ModelFacts:
-    capabilities = Capabilities(batched_decode=True, padded_prefill=True, chunked_prefill=True, rollback="free")
+    capabilities = Capabilities(batched_decode=True, padded_prefill=True, chunked_prefill=True, rollback="free", verify=True)
     return ModelFacts(
         kind="fake",
         model_type="fake",

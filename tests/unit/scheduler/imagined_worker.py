@@ -12,8 +12,36 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from runtime.protocol.commands import AnyCommand, Grant, Prefill, PrefillRow, Prepare, Release, TextPrompt
-from runtime.protocol.events import AnyEvent, FinishReason, Prefilled, Prepared, Refused, Released, StepDone, StepRow
+from runtime.protocol.commands import (
+    AnyCommand,
+    Draft,
+    DraftRow,
+    Grant,
+    Hold,
+    Prefill,
+    PrefillRow,
+    Prepare,
+    Release,
+    Resume,
+    TextPrompt,
+    Verify,
+    VerifyRow,
+)
+from runtime.protocol.events import (
+    AnyEvent,
+    Drafted,
+    DraftedRow,
+    FinishReason,
+    Held,
+    Prefilled,
+    Prepared,
+    Refused,
+    Released,
+    StepDone,
+    StepRow,
+    Verified,
+    VerifiedRow,
+)
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
@@ -50,7 +78,12 @@ class _Row:
     start: PrefillRow
     context: list[int]
     limit: int
+    is_held: bool
     is_prefilled: bool = False
+    asked: VerifyRow | None = None
+    num_own: int = 0
+    order: DraftRow | None = None
+    number: int = 0
 
 
 @dataclass
@@ -79,8 +112,9 @@ class ImaginedWorker:
                 for row in rows:
                     assert row.sequence not in self.seen, "an id came twice"
                     self.seen.add(row.sequence)
-                    self.rows[row.sequence] = _Row(row, row.tokens.tolist(), row.limit)
-                assert len(self.rows) <= self.max_slots, "more sequences than slots"
+                    self.rows[row.sequence] = _Row(row, row.tokens.tolist(), row.limit, row.hold)
+                num_guests = sum(row.start.hold for row in self.rows.values())
+                assert max(num_guests, len(self.rows) - num_guests) <= self.max_slots, "more sequences than slots"
             case Grant(limits=limits):
                 for sequence, limit in limits:
                     if sequence in self.rows:
@@ -94,8 +128,41 @@ class ImaginedWorker:
                     for sequence in sequences:
                         self.rows.pop(sequence, None)
                     self.step_events.append(Released((), sequences, self.num_steps))
+            case Hold(sequences=sequences):
+                held = [sequence for sequence in sequences if sequence in self.rows]
+                for sequence in held:
+                    assert self.rows[sequence].is_prefilled, "held before it decodes"
+                    self.rows[sequence].is_held = True
+                if held:
+                    self.step_events.append(Held(tuple((sequence, len(self.rows[sequence].context)) for sequence in held)))
+            case Resume(sequences=sequences):
+                for sequence in sequences:
+                    if sequence in self.rows:
+                        self.rows[sequence].is_held, self.rows[sequence].asked = False, None
+            case Verify(rows=asked, lookup=lookup):
+                for one in asked:
+                    if one.sequence in self.rows:
+                        row = self._numbered(one.sequence, one.number)
+                        assert one.base <= len(row.context), "proposals for a place that the sequence has not reached"
+                        row.is_held, row.asked, row.num_own = True, one, lookup
+            case Draft(rows=orders):
+                for order in orders:
+                    if order.sequence in self.rows:
+                        row = self._numbered(order.sequence, order.number)
+                        assert row.is_prefilled, "an order before the prompt is computed"
+                        assert order.base <= len(row.context), "an order for a place that the drafter has not reached"
+                        del row.context[order.base :]
+                        row.order = order
+                    else:
+                        self.step_events.append(Drafted((), (order.sequence,)))
             case other:
                 raise AssertionError(f"a command the scheduler never sends: {other}")
+
+    def _numbered(self, sequence: SequenceId, number: int) -> _Row:
+        row = self.rows[sequence]
+        assert number > row.number, "numbers only rise"
+        row.number = number
+        return row
 
     def prepare_one(self) -> None:
         request, text = next(iter(self.preparing.items()))
@@ -106,7 +173,13 @@ class ImaginedWorker:
             self.text_events.append(Prepared(request, TokenIds(tokenize(text))))
 
     def runnable(self) -> list[SequenceId]:
-        return [sequence for sequence, row in self.rows.items() if len(row.context) < row.limit]
+        """Those with a token to feed or draw."""
+        return [
+            sequence
+            for sequence, row in self.rows.items()
+            if row.order is not None
+            or (len(row.context) < row.limit and (row.asked is not None or not row.is_prefilled or not row.is_held))
+        ]
 
     def step(self, chance: random.Random) -> None:
         """Prefill some rows, or decode one token in every row that may."""
@@ -118,17 +191,68 @@ class ImaginedWorker:
                 self.rows[sequence].is_prefilled = True
             self.step_events.append(Prefilled(tuple((s, len(self.rows[s].context)) for s in fresh), 0.1))
             return
+        drafts = [sequence for sequence in ready if self.rows[sequence].order is not None]
+        if drafts and chance.random() < 0.5:
+            self._draft(drafts, chance)
+            return
+        asked = [sequence for sequence in ready if self.rows[sequence].asked is not None]
+        if asked and chance.random() < 0.5:
+            rounds = tuple(self._verify(sequence, self.rows[sequence], chance) for sequence in asked if chance.random() < 0.8)
+            if rounds:
+                self.step_events.append(Verified(self.num_steps, rounds, 0.01))
+            return
         said = []
         for sequence in ready:
             row = self.rows[sequence]
-            if row.is_prefilled:
+            if row.is_prefilled and not row.is_held:
                 if row.start.sampling.seed == FAILING_SEED and len(row.context) > row.start.prompt_length + 2:
                     del self.rows[sequence]
                     self.step_events.append(Refused("step", "generation_failed", "non-finite logits", (), (sequence,)))
                 else:
                     said.append(self._decode(sequence, row))
         if said:
-            self.step_events.append(StepDone(self.num_steps, tuple(said)))
+            self.step_events.append(StepDone(self.num_steps, tuple(said), 0.01))
+
+    def _draft(self, sequences: list[SequenceId], chance: random.Random) -> None:
+        """Carry out the orders; now and then one is wrong, and now and then a row is lost."""
+        for sequence in sequences:
+            row = self.rows[sequence]
+            order, row.order = row.order, None
+            assert order is not None
+            if chance.random() < 0.02:
+                del self.rows[sequence]
+                self.step_events.append(Drafted((), (sequence,)))
+                continue
+            row.context += order.commit.tolist()
+            proposed = self._guess(row, order.count, chance)
+            row.context += proposed[:-1]
+            self.step_events.append(Drafted((DraftedRow(sequence, order.number, tuple(proposed)),), (), 0.01))
+
+    def _guess(self, row: _Row, count: int, chance: random.Random) -> list[int]:
+        proposed: list[int] = []
+        for _ in range(count):
+            is_right = chance.random() < 0.85
+            proposed.append(next_token([*row.context, *proposed], row.start.sampling.seed) if is_right else 250)
+        return proposed
+
+    def _verify(self, sequence: SequenceId, row: _Row, chance: random.Random) -> VerifiedRow:
+        asked, row.asked = row.asked, None
+        assert asked is not None
+        base = len(row.context)
+        room = min(row.limit, row.start.max_length) - base - 1
+        proposed = list(asked.proposed) if asked.base == base else []
+        proposed = (proposed or self._guess(row, row.num_own, chance))[:room]
+        steps: list[StepRow] = []
+        num_matched = 0
+        while True:
+            steps.append(self._decode(sequence, row))
+            is_right = num_matched < len(proposed) and steps[-1].tokens == (proposed[num_matched],)
+            num_matched += is_right
+            if steps[-1].finish is not None or not is_right:
+                break
+        tokens = tuple(token for step in steps for token in step.tokens)
+        text = "".join(step.text for step in steps)
+        return VerifiedRow(asked.number, len(proposed), num_matched, StepRow(sequence, base, tokens, text, steps[-1].finish))
 
     def _decode(self, sequence: SequenceId, row: _Row) -> StepRow:
         index, token = len(row.context), next_token(row.context, row.start.sampling.seed)

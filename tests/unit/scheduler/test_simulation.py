@@ -20,7 +20,7 @@ from runtime.errors import (
     WorkerCrashed,
 )
 from runtime.protocol.commands import Sampling, TextPrompt
-from runtime.protocol.events import AnyEvent
+from runtime.protocol.events import AnyEvent, Drafted, Verified
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, TenantId
 from runtime.scheduler.request import Request, sequence_seed
 from runtime.scheduler.stimuli import (
@@ -41,6 +41,13 @@ from tests.unit.scheduler.house import House, crash, facts
 from tests.unit.scheduler.imagined_worker import FAILING_SEED, REFUSED_TEXT, ImaginedWorker, tokenize, whole_output
 
 MODELS = {ModelName("one"): 1, ModelName("four"): 4}
+DRAFTERS: dict[str, dict[str, str]] = {
+    "none": {},
+    "lookup": {"four": "lookup", "one": "lookup"},
+    "small": {"four": "one"},
+    "large": {"one": "four"},
+    "each other": {"one": "four", "four": "one"},
+}
 TENANTS = ("a", "b", "c")
 CONTEXT = 60
 
@@ -48,8 +55,10 @@ CONTEXT = 60
 class Drama:
     """Two models with imagined workers, three tenants, and chance."""
 
-    def __init__(self, seed: int, window_tokens: int, max_queued: int) -> None:
+    def __init__(self, seed: int, window_tokens: int, max_queued: int, drafters: str = "none") -> None:
         self.chance = random.Random(seed)
+        self.drafters = DRAFTERS[drafters]
+        self.seen: Counter[str] = Counter()
         self.house = House(Settings(stream_window_tokens=window_tokens, max_queued=max_queued, prefill_batch_tokens=40))
         self.requests: dict[RequestId, Request] = {}
         self.workers: dict[ModelName, ImaginedWorker] = {}
@@ -59,8 +68,11 @@ class Drama:
         self.num_rejected = 0
         for name, weight in zip(TENANTS, (1.0, 2.0, 0.5), strict=True):
             self.house.tenant(name, weight=weight, max_running=3, max_queued=6)
-        for model, slots in MODELS.items():
-            self.house.add(model, slots=slots)
+        for model in MODELS:
+            self.add(model)
+
+    def add(self, model: ModelName) -> None:
+        self.house.do(ModelAdded(model, MODELS[model], self.drafters.get(model), 3, self.chance.choice([None, False, True])))
 
     # -- what may happen ---------------------------------------------------------------------------------------------
 
@@ -98,6 +110,7 @@ class Drama:
             priority=chance.choice(["interactive", "background"]),
             deadline_seconds=chance.choice([None, None, 5.0, 50.0]),
             windowed=chance.random() < 0.7,
+            speculate=chance.choice([None, None, None, False]),
         )
         answer = self.house.do(Submit(request))[0]
         if isinstance(answer, Reject):
@@ -124,6 +137,12 @@ class Drama:
                 event = self.chance.choice(channels).popleft()
                 self.heard[model].append((self.incarnations[model], event))
                 self.house.do(WorkerSaid(model, Incarnation(self.incarnations[model]), event))
+                if isinstance(event, Verified):
+                    self.seen["verified"] += len(event.rows)
+                    self.seen["accepted"] += sum(row.num_matched for row in event.rows)
+                elif isinstance(event, Drafted):
+                    self.seen["drafted"] += len(event.rows)
+                    self.seen["lost"] += len(event.lost)
 
     def repeat(self) -> None:
         """Hear something again that was said before, perhaps by a worker that is gone."""
@@ -149,7 +168,9 @@ class Drama:
 
     def wait(self) -> None:
         self.house.now += self.chance.choice([0.1, 3.0])
+        before = self.num_late()
         self.house.do(Tick())
+        self.seen["late"] += self.num_late() - before
 
     def lose(self) -> None:
         model = self.chance.choice(list(MODELS))
@@ -168,11 +189,15 @@ class Drama:
         model = self.chance.choice(list(MODELS))
         self.workers.pop(model, None)
         self.house.do(ModelRemoved(model, ModelNotLoaded(model, "was unloaded")))
-        self.house.do(ModelAdded(model, MODELS[model]))
+        self.add(model)
 
     def retune(self) -> None:
         spec: Any = self.house.state.book.tenants[TenantId("a")].spec
         self.house.do(TenantSet(TenantId("b"), spec))
+
+    def num_late(self) -> int:
+        models = self.house.state.book.models.values()
+        return sum(model.pairing.counts.late for model in models if model.pairing is not None)
 
     def some_request(self) -> list[RequestId]:
         return [self.chance.choice(list(self.requests)[-20:])] if self.requests else []
@@ -237,12 +262,13 @@ class Drama:
     num_acts=st.integers(0, 1500),
     window_tokens=st.sampled_from([1, 3, 16]),
     max_queued=st.sampled_from([1, 8, 100]),
+    drafters=st.sampled_from(list(DRAFTERS)),
 )
 @settings(max_examples=40)
 def test_whatever_happens_every_stream_is_exactly_its_own_and_nothing_is_left_over(
-    seed: int, num_acts: int, window_tokens: int, max_queued: int
+    seed: int, num_acts: int, window_tokens: int, max_queued: int, drafters: str
 ) -> None:
-    drama = Drama(seed, window_tokens, max_queued)
+    drama = Drama(seed, window_tokens, max_queued, drafters)
     for _ in range(num_acts):
         drama.act()
     drama.settle()
@@ -253,7 +279,7 @@ def test_the_drama_is_not_an_empty_one() -> None:
     """What the test above rests on: with these chances all ends occur."""
     seen: Counter[str] = Counter()
     for seed in range(8):
-        drama = Drama(seed, window_tokens=3, max_queued=100)
+        drama = Drama(seed, window_tokens=3, max_queued=100, drafters="each other" if seed % 4 else "lookup")
         for _ in range(1000):
             drama.act()
         drama.settle()
@@ -261,6 +287,8 @@ def test_the_drama_is_not_an_empty_one() -> None:
         seen.update(type(o.error).__name__ if o.error else o.state for o in drama.house.outcomes.values())
         seen["rejected"] += drama.num_rejected
         seen["granted"] += len(drama.house.limits())
+        seen += drama.seen
     ends = {"finished", "cancelled", "WorkerCrashed", "ModelNotLoaded", "DeadlineExceeded", "InvalidRequest", "ContextTooLong"}
     assert {*ends, "GenerationFailed", "rejected", "granted"} <= seen.keys()
+    assert all(seen[what] > 0 for what in ("verified", "accepted", "drafted", "lost", "late")), seen
     assert seen["finished"] > 50
