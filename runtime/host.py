@@ -162,6 +162,7 @@ class Runtime:
             trust_remote_code=spec.trust_remote_code,
             fake=spec.fake,
             prefix_root=self._prefix_root,
+            prefix_disk_bytes=self.settings.prefix_disk_bytes or 0,
         )
         actor = await self._supervisor.load(spec, load)
         await self._librarian.first_scan()

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from runtime.errors import EraseFailed
-from runtime.prefix import scan
+from runtime.prefix import scan, temporary
 from runtime.prefix.hashing import BlockHash, Scope
 from runtime.prefix.keys import Keyring
 from runtime.prefix.plans import Entry
@@ -213,6 +213,7 @@ class _Shelf:
 
     def look(self) -> tuple[Changes, int]:
         with self._lock:
+            temporary.sweep(self._root)  # a worker may have been killed in the middle of a file
             return self._scanner.scan(), scan.free_bytes(self._root)
 
     def carry_out(self, deletes: Iterable[Entry], marks: Iterable[_Mark]) -> None:

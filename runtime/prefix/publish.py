@@ -7,12 +7,13 @@ final name was complete and on the disk before it got it. Blocks for as long as 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from runtime.prefix import container, segment, temporary
+from runtime.prefix import container, room, segment, temporary
 from runtime.prefix.hashing import BLOCK_TOKENS, BlockHash, Secret, seal_key
 from runtime.prefix.layout import Layout, TensorSpec
 
@@ -21,6 +22,7 @@ RejectReason = Literal[
     "read_only",
     "io",  # any other error of the file system, also directories that vanish meanwhile
     "contents",  # the tensors are not what the layout says a segment of these positions has
+    "over_budget",  # with it the directory would take more than it may
 ]
 
 _REASONS: Final[dict[int | None, RejectReason]] = {
@@ -64,8 +66,11 @@ class Rejected:
     detail: str
 
 
-def publish(root: Path, draft: Draft) -> Published | Rejected:
-    """Write one segment under the cache directory `root`. Never raises for what disk, directories or `draft` are like."""
+def publish(root: Path, draft: Draft, *, limit_bytes: int | None = None, ledger: Path | None = None) -> Published | Rejected:
+    """Write one segment under the cache directory `root`. Never raises for what disk, directories or `draft` are like.
+
+    limit_bytes: most that the directory may take, whoever has written in it; None for no bound. ledger: see `temporary_file`.
+    """
     try:
         views = _checked(draft)
     except ValueError as error:
@@ -87,7 +92,10 @@ def publish(root: Path, draft: Draft) -> Published | Rejected:
     try:
         if path.exists():
             return Published(header.name, path, num_bytes, is_new=False)
-        with temporary.temporary_file(root) as (descriptor, written):
+        with temporary.temporary_file(root, ledger) as (descriptor, written):
+            os.ftruncate(descriptor, num_bytes)
+            if limit_bytes is not None and (taken := room.num_bytes_in(root)) > limit_bytes:
+                return Rejected("over_budget", f"{taken} bytes with it, {limit_bytes} are allowed")
             temporary.write_whole(descriptor, [head, *views.values()])
             is_new = temporary.give_name(written, path)
     except OSError as error:

@@ -34,12 +34,14 @@ def make_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary_file(root: Path) -> Iterator[tuple[int, Path]]:
+def temporary_file(root: Path, ledger: Path | None = None) -> Iterator[tuple[int, Path]]:
     """A new, empty, locked file 0600: (descriptor, path). Removed at the end, whatever happened; a hard link to it stays.
+
+    ledger: a file that names it before it is made, for who tidies up when this process and its host have been killed.
 
     :raises OSError: it cannot be made.
     """
-    descriptor, path = _locked_file(root)
+    descriptor, path = _locked_file(root, ledger)
     try:
         yield descriptor, path
     finally:
@@ -50,11 +52,14 @@ def temporary_file(root: Path) -> Iterator[tuple[int, Path]]:
             os.close(descriptor)
 
 
-def _locked_file(root: Path) -> tuple[int, Path]:
+def _locked_file(root: Path, ledger: Path | None) -> tuple[int, Path]:
     directory = root / TEMPORARY_DIRECTORY
     for _ in range(_ATTEMPTS):
         make_directory(directory)
         path = directory / f"{os.getpid()}-{secrets.token_hex(8)}"
+        if ledger is not None:
+            with contextlib.suppress(OSError):  # its directory may be going already
+                ledger.write_text(f"{path}\n", encoding="utf-8")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -183,11 +183,11 @@ class SegmentPublished(Event, tag="published"):
 
 
 class SegmentRejected(Event, tag="rejected"):
-    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), or of the
-    file system: "no_space", "read_only", "io", "contents"."""
+    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), "over_budget"
+    (all files together would take more than `Load` allows), or of the file system: "no_space", "read_only", "io", "contents"."""
 
     node: int
-    reason: Literal["absent", "busy", "no_space", "read_only", "io", "contents"]
+    reason: Literal["absent", "busy", "over_budget", "no_space", "read_only", "io", "contents"]
     detail: str
 
 

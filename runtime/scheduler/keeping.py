@@ -21,8 +21,9 @@ from runtime.scheduler.prefixes import Pin, Promise
 from runtime.scheduler.request import Sequence
 from runtime.scheduler.stimuli import DeleteFiles, EraseTenant, FilesSeen
 
-HEAD_BYTES = 64 << 10
-"""Most that the header of a file takes beside its tensors."""
+HEAD_BYTES = 8 << 10
+"""What the header of a file is reckoned to take beside its tensors, as long as none of its model was written. Too little costs a
+rejection: who writes it looks at what is really there."""
 
 
 # -- what a worker says -----------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def _publish(book: Book, model: Model, sequence: Sequence, tokens: TokenIds, nod
     chain = record.chain if end <= len(record.chain) * BLOCK_TOKENS else block_hashes(record.secret, tokens[:end])
     wanted: list[tuple[int, str]] = []
     for node in nodes:
-        entry = _entry(facts, record.scope, chain, node)
+        entry = _entry(book, facts, record.scope, chain, node)
         if entry.name not in book.prefixes.index and entry.name not in book.prefixes.promised and _make_room(book, entry):
             promise = Promise(entry, record.scope, record.request.id, record.request.tenant)
             book.prefixes.promised.add(entry.name)
@@ -94,8 +95,9 @@ def _publish(book: Book, model: Model, sequence: Sequence, tokens: TokenIds, nod
         book.send(model, Publish(tuple(wanted)))
 
 
-def _entry(facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptNode) -> Entry:
+def _entry(book: Book, facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptNode) -> Entry:
     first, last = node.start // BLOCK_TOKENS, node.end // BLOCK_TOKENS
+    head_bytes = book.prefixes.head_bytes.get(facts.fingerprint, HEAD_BYTES)
     return Entry(
         fingerprint=facts.fingerprint,
         tenant=scope.tenant,
@@ -103,9 +105,20 @@ def _entry(facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptN
         start=node.start,
         blocks=tuple(chain[first:last]),
         style=facts.style,
-        num_bytes=(node.end - node.start) * facts.slice_bytes_per_token + facts.checkpoint_bytes + HEAD_BYTES + HITS_BYTES,
+        num_bytes=_payload_bytes(facts, node.end - node.start) + head_bytes + HITS_BYTES,
         checkpoint_bytes=facts.checkpoint_bytes,
     )
+
+
+def _payload_bytes(facts: PrefixFacts, num_tokens: int) -> int:
+    return num_tokens * facts.slice_bytes_per_token + facts.checkpoint_bytes
+
+
+def _learn_head(book: Book, facts: PrefixFacts, entry: Entry, num_bytes: int) -> None:
+    """A file's header grows with its blocks: twice the largest seen is enough for any that is to come, or nearly any."""
+    head_bytes = num_bytes - _payload_bytes(facts, len(entry.blocks) * BLOCK_TOKENS)
+    known = book.prefixes.head_bytes.get(facts.fingerprint, 0)
+    book.prefixes.head_bytes[facts.fingerprint] = max(known, 2 * head_bytes)
 
 
 def _make_room(book: Book, entry: Entry) -> bool:
@@ -127,6 +140,8 @@ def published(book: Book, model: Model, event: SegmentPublished) -> None:
         book.breach(model, f"published node {event.node} under a name that is not its own")
         return
     entry = replace(promise.entry, num_bytes=event.num_bytes + HITS_BYTES)
+    if (facts := _facts(model)) is not None:
+        _learn_head(book, facts, promise.entry, event.num_bytes)
     if promise.is_erased:
         book.out.append(DeleteFiles((entry,)))
         return

@@ -45,7 +45,7 @@ def test_other_rows_step_on_while_a_file_is_read(tmp_path: Path, monkeypatch: py
     has_ended = threading.Event()
     read = restore.read
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         assert has_ended.wait(WAIT_SECONDS), "the other row waited for the file"
         return read(*arguments)
 
@@ -69,7 +69,7 @@ def test_other_rows_step_on_while_a_file_is_read(tmp_path: Path, monkeypatch: py
 def test_a_read_that_raises_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     segments = published(tmp_path)
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise error
 
     monkeypatch.setattr(restore, "read", fail)
@@ -79,7 +79,7 @@ def test_a_read_that_raises_is_a_miss(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_write_that_raises_is_a_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise MemoryError("none left")
 
     monkeypatch.setattr(publish, "publish", fail)
@@ -110,15 +110,15 @@ def test_reads_go_before_writes_and_the_file_at_hand_is_finished(tmp_path: Path,
         ask(self, job)
         may_write.set()
 
-    def reading(*arguments: Any) -> Any:
+    def reading(*arguments: Any, **options: Any) -> Any:
         order.append("read")
         return read(*arguments)
 
-    def writing(*arguments: Any) -> Any:
+    def writing(*arguments: Any, **options: Any) -> Any:
         has_begun.set()
         assert may_write.wait(WAIT_SECONDS)
         order.append("write")
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(restore, "read", reading)
     monkeypatch.setattr(publish, "publish", writing)
@@ -146,9 +146,9 @@ def test_the_rest_is_dropped_when_the_worker_ends(tmp_path: Path, monkeypatch: p
     is_closing = threading.Event()
     write, close = publish.publish, prefix_io.PrefixThread.close
 
-    def writing(*arguments: Any) -> Any:
+    def writing(*arguments: Any, **options: Any) -> Any:
         assert is_closing.wait(WAIT_SECONDS)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     def closing(self: prefix_io.PrefixThread, grace_seconds: float) -> None:
         threading.Timer(0.05, is_closing.set).start()
