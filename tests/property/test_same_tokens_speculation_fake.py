@@ -11,6 +11,7 @@ import pytest
 
 import runtime
 from runtime.protocol.events import Drafted, Verified
+from runtime.scheduler.lanes import Lanes
 from runtime.scheduler.state import SchedulerState
 from runtime.scheduler.stimuli import Instruction, Stimulus, WorkerSaid
 from runtime.testing import FakeScript
@@ -67,6 +68,27 @@ async def test_every_draft_length_and_any_drafter_give_the_tokens_of_plain_decod
             assert (await rt.inspect("twin")).running == ()
         assert accepted["twin"] > accepted["mixed"] > 0
         assert accepted["wrong"] == 0
+
+
+async def test_two_cohorts_that_take_turns_give_the_tokens_of_plain_decoding(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lanes, "choose", lambda lanes, num_rows: 2 if num_rows > 1 else 1)
+    asks = _asks(12)
+    async with runtime.Runtime(SETTINGS) as rt:
+        tenants = [rt.tenant("a"), rt.tenant("b")]
+        await rt.load(_target("plain", None))
+        alone = [await run_alone(tenants[0], "plain", ask) for ask in asks]
+        for name in ("twin", "mixed"):
+            await rt.load(runtime.ModelSpec(name, kind="fake", fake=DRAFTERS[name], max_slots=8))
+            await rt.load(_target("target", name, draft_tokens=3))
+            together = await run_together(tenants, "target", asks)
+            assert differences(asks, together, alone) == [], name
+            (pairing,) = rt.stats().scheduler.pairings
+            assert pairing.accepted > 0
+            assert pairing.guests == 0
+            assert (await rt.inspect("target")).running == ()
+            await rt.unload("target")
 
 
 async def test_several_sequences_logprobs_and_texts_are_those_of_plain_decoding(anyio_backend: str) -> None:
