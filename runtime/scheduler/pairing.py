@@ -87,8 +87,8 @@ class Pairing:
     not been loaded yet. ahead: whether to draft while the target verifies, None: where it promises a gain.
 
     members: by the target's sequence. guests: by the drafter's. rounds: under way, at most one of them verifying. last_end: of a
-    round. turn, turn_seconds: what rounds of two lanes did since the controller was told. away_until: the drafter was late;
-    it is left alone until it speaks again, and at least until then; num_late_together: rounds that were late since the last good one.
+    round. turn, turn_seconds: what rounds of two lanes did since the controller was told. away_until: the drafter was late; it is
+    left alone until it speaks again, and at least until then; num_late_together: rounds that were late since the last good one.
     wake_at: when somebody must look whether a round is late. usual_draft_seconds: that rounds waited for drafts lately.
     draft_context: the drafter's.
     """
