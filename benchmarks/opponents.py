@@ -127,6 +127,23 @@ class Opponent:
                 drafters[str(wanted)] = pairings.calibrated(base, root / f"noisy-{wanted}", prompts, 48, wanted)
         return {"targets": targets, "drafters": drafters}
 
+    def make_shared(self, directory: str, names: list[str], prompts: list[str], wanted: float) -> dict[str, Any]:
+        """A drafter and two targets, both deeper: of the first it is a noisy copy, of the second the very layers."""
+        from benchmarks import pairings
+
+        root = Path(directory)
+        base = pairings.make_random(root / "base", 2, is_quick=True)
+        drafter = Path(pairings.calibrated(base, root / "noisy", prompts, 48, wanted)["path"])
+        sources = dict(zip(names, (base, drafter), strict=True))
+        targets = {name: str(pairings.with_identity_layers(source, root / name, 4)) for name, source in sources.items()}
+        return {"drafter": str(drafter), "targets": targets}
+
+    def guesses(self, drafter: str, texts: list[dict[str, list[int]]]) -> dict[str, Any]:
+        """Of each token of each answer, whether it is the drafter's likeliest after the prompt and the answer so far."""
+        from benchmarks import pairings
+
+        return {"right": pairings.right_guesses(Path(drafter), [(text["prompt"], text["answer"]) for text in texts])}
+
     def make_deeper(self, source: str, directory: str, num_more: int) -> dict[str, Any]:
         from benchmarks import pairings
 

@@ -76,14 +76,18 @@ def requantised(source: Path, directory: Path, bits: int) -> Path:
 
 def agreement(target: Path, drafter: Path, prompts: list[str], num_tokens: int) -> float:
     """How often the drafter's likeliest token is the target's, on what the target says."""
-    texts = _greedy(target, prompts, num_tokens)
+    rights = right_guesses(drafter, _greedy(target, prompts, num_tokens))
+    return sum(map(sum, rights)) / sum(map(len, rights))
+
+
+def right_guesses(drafter: Path, texts: list[tuple[list[int], list[int]]]) -> list[list[bool]]:
+    """For each token of each (prompt, answer): whether it is the drafter's likeliest after all before it."""
     model, _ = mlx_lm.load(str(drafter))[:2]
-    right = total = 0
-    for num_prompt, ids in texts:
-        guesses: Any = mx.argmax(model(mx.array([ids[:-1]]))[0], axis=-1).tolist()
-        right += sum(guess == token for guess, token in zip(guesses[num_prompt - 1 :], ids[num_prompt:], strict=True))
-        total += len(ids) - num_prompt
-    return right / total
+    rights = []
+    for prompt, answer in texts:
+        likeliest: Any = mx.argmax(model(mx.array([[*prompt, *answer[:-1]]]))[0], axis=-1).tolist()
+        rights.append([guess == token for guess, token in zip(likeliest[len(prompt) - 1 :], answer, strict=True)])
+    return rights
 
 
 def calibrated(source: Path, directory: Path, prompts: list[str], num_tokens: int, wanted: float) -> dict[str, Any]:
@@ -101,15 +105,13 @@ def calibrated(source: Path, directory: Path, prompts: list[str], num_tokens: in
     return best
 
 
-def _greedy(path: Path, prompts: list[str], num_tokens: int) -> list[tuple[int, list[int]]]:
+def _greedy(path: Path, prompts: list[str], num_tokens: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of each, as ids."""
     model, tokenizer = mlx_lm.load(str(path))[:2]
     texts = []
     for prompt in prompts:
         ids = list(tokenizer.encode(prompt))
-        num_prompt = len(ids)
-        for token, _ in generate_step(mx.array(ids), model, max_tokens=num_tokens):
-            ids.append(int(token))
-        texts.append((num_prompt, ids))
+        texts.append((ids, [int(token) for token, _ in generate_step(mx.array(ids), model, max_tokens=num_tokens)]))
     return texts
 
 

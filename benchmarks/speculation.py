@@ -6,6 +6,7 @@ Prints progress on stderr and one JSON object on stdout, as `benchmarks.overhead
         made ahead, and "auto", beside each other, the rounds' own parts, and mlx-lm's speculation in one process
     b   SmolLM2 made three times as deep, drafted for by its own weights in four bits: chat prompts, temperature 0 and 0.8
     c   drafter="lookup" on prompts whose answer repeats them, beside plain
+    d   one drafter for two targets at once: tokens and acceptance of every row, beside plain and beside a row alone
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,14 @@ from benchmarks.environment import opponent_environment
 from benchmarks.measure import BenchmarkError
 from benchmarks.overhead import MAIN_MODEL, checkpoint, interrupted_by_signals, leaves, machine
 from benchmarks.report import Figure, table
-from benchmarks.speculation_parts import PARTS, Bench
+from benchmarks.speculation_bench import Bench
+from benchmarks.speculation_cells import matrix
+from benchmarks.speculation_shared import shared
+from benchmarks.speculation_texts import lookup, requantised
 from benchmarks.stage import say
 
 _DEADLINE_SECONDS = 3600.0
+PARTS: dict[str, Callable[[Bench], Awaitable[list[Figure]]]] = {"a": matrix, "b": requantised, "c": lookup, "d": shared}
 
 
 def _arguments(given: list[str] | None) -> argparse.Namespace:
