@@ -89,6 +89,7 @@ def _end_round(pairing: Pairing, round: Round, now: float) -> None:
     if round.num_lanes == 1:
         _tell(pairing, round, round.rows, draft_seconds, round.verify_seconds, wire_seconds)
         pairing.turn.clear()
+        pairing.turn_seconds = 0.0
         return
     # Of two lanes the controller is told what both did in a turn of each, and how long that took: nobody waited for a draft.
     pairing.turn += round.rows

@@ -80,7 +80,7 @@ def advance(book: Book, pairing: Pairing, now: float) -> None:
     if drafter is None and not pairing.is_lookup:
         pairing.rounds = [round for round in pairing.rounds if round.verify_sent_at is not None]
     for round in list(pairing.rounds):
-        if round.verify_sent_at is None:
+        if round.verify_sent_at is None and round in pairing.rounds:  # else it was given up with the one before
             _draft(book, pairing, round, target, drafter, now)
     while _begin(book, pairing, target, drafter, now):
         pass
