@@ -10,24 +10,34 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.prefix.hits import MAX_BYTES as HITS_BYTES
+from runtime.prefix.hits import HITS_SUFFIX, RESERVED_BYTES
 from runtime.prefix.segment import FORMAT_DIRECTORY, SUFFIX
 from runtime.prefix.temporary import TEMPORARY_DIRECTORY
 
 
 def num_bytes_in(root: Path) -> int:
-    """Of all segments, each with a counter of its uses, and all temporary files. What cannot be looked at counts nothing."""
+    """Of all segments and temporary files, each with room for a counter of uses, and of counters that have outlived their
+    segment. Keys apart. What cannot be looked at counts nothing."""
     sizes: dict[int, int] = {}
     # Temporary files first: one that is given its name meanwhile is then met twice, not never.
-    for entry in (*_files(root / TEMPORARY_DIRECTORY), *_files(root / FORMAT_DIRECTORY)):
-        if entry.name.endswith(SUFFIX) or "." not in entry.name:
-            stat = entry.stat(follow_symlinks=False)
-            sizes[stat.st_ino] = stat.st_size + HITS_BYTES
-    return sum(sizes.values())
+    for entry in _files(root / TEMPORARY_DIRECTORY):
+        sizes[entry.inode()] = entry.stat(follow_symlinks=False).st_size + RESERVED_BYTES
+    counters: dict[str, int] = {}
+    segments: set[str] = set()
+    for entry in _files(root / FORMAT_DIRECTORY):
+        name, dot, suffix = entry.name.partition(".")
+        num_bytes = entry.stat(follow_symlinks=False).st_size
+        if dot + suffix == HITS_SUFFIX:
+            counters[name] = num_bytes
+            continue
+        if dot + suffix == SUFFIX:
+            segments.add(name)
+        sizes[entry.inode()] = num_bytes + RESERVED_BYTES
+    return sum(sizes.values()) + sum(num_bytes for name, num_bytes in counters.items() if name not in segments)
 
 
 def _files(directory: Path | str) -> Iterator[os.DirEntry[str]]:
-    """With all below. Files that vanish meanwhile are passed over."""
+    """With all below, their sizes looked up already. Files that vanish meanwhile are passed over."""
     try:
         entries = list(os.scandir(directory))
     except OSError:
