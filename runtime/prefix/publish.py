@@ -97,8 +97,7 @@ def publish(root: Path, draft: Draft, *, limit_bytes: int | None = None, ledger:
     try:
         if path.exists():
             return Published(name, path, num_bytes, is_new=False)
-        with temporary.temporary_file(root, ledger) as (descriptor, written):
-            os.ftruncate(descriptor, num_bytes)
+        with temporary.temporary_file(root, ledger, num_bytes=num_bytes) as (descriptor, written):
             if (refusal := _refusal(root, limit_bytes, 0)) is not None:
                 return refusal
             temporary.write_whole(descriptor, [head, *views.values()])

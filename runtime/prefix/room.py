@@ -1,7 +1,8 @@
 """How much of the disk does a cache directory take right now, whoever writes in it?
 
-What several processes know of each other is always a little old, so who writes a segment looks at the disk itself. A temporary
-file has its full length from the beginning: two that write at the same moment see each other.
+What several processes know of each other is always a little old, so who writes a segment looks at the disk itself, after it has
+made its temporary file and before it writes into it. The name of that says how long it will be: of two that come at the same moment
+at least one sees the other, and perhaps both give up.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from runtime.prefix.hits import HITS_SUFFIX, RESERVED_BYTES
 from runtime.prefix.segment import FORMAT_DIRECTORY, SUFFIX
-from runtime.prefix.temporary import TEMPORARY_DIRECTORY
+from runtime.prefix.temporary import TEMPORARY_DIRECTORY, announced_bytes
 
 
 def num_bytes_in(root: Path) -> int:
@@ -21,7 +22,8 @@ def num_bytes_in(root: Path) -> int:
     sizes: dict[int, int] = {}
     # Temporary files first: one that is given its name meanwhile is then met twice, not never.
     for entry in _files(root / TEMPORARY_DIRECTORY):
-        sizes[entry.inode()] = entry.stat(follow_symlinks=False).st_size + RESERVED_BYTES
+        num_bytes = max(entry.stat(follow_symlinks=False).st_size, announced_bytes(entry.name))
+        sizes[entry.inode()] = num_bytes + RESERVED_BYTES
     counters: dict[str, int] = {}
     segments: set[str] = set()
     for entry in _files(root / FORMAT_DIRECTORY):
