@@ -75,6 +75,12 @@ def publish(root: Path, draft: Draft, *, limit_bytes: int | None = None, ledger:
         views = _checked(draft)
     except ValueError as error:
         return Rejected("contents", str(error))
+    name = BlockHash(draft.chain[draft.end // BLOCK_TOKENS - 1])
+    path = segment.segment_path(root, draft.fingerprint, name)
+    payload_bytes = sum(len(view) for view in views.values())
+    # Asked again and again while there is no room, this should not cost the checksums each time.
+    if (refusal := _refusal(root, limit_bytes, payload_bytes)) is not None and not os.path.lexists(path):
+        return refusal
     key = seal_key(draft.secret)
     header = segment.make_header(
         fingerprint=draft.fingerprint,
@@ -87,20 +93,25 @@ def publish(root: Path, draft: Draft, *, limit_bytes: int | None = None, ledger:
     )
     specs = {name: spec for name, (spec, _) in draft.tensors.items()}
     head = segment.encode_head(header, specs, draft.secret)
-    path = segment.segment_path(root, draft.fingerprint, header.name)
-    num_bytes = len(head) + sum(len(view) for view in views.values())
+    num_bytes = len(head) + payload_bytes
     try:
         if path.exists():
-            return Published(header.name, path, num_bytes, is_new=False)
-        with temporary.temporary_file(root, ledger) as (descriptor, written):
-            os.ftruncate(descriptor, num_bytes)
-            if limit_bytes is not None and (taken := room.num_bytes_in(root)) > limit_bytes:
-                return Rejected("over_budget", f"{taken} bytes with it, {limit_bytes} are allowed")
+            return Published(name, path, num_bytes, is_new=False)
+        with temporary.temporary_file(root, ledger, num_bytes=num_bytes) as (descriptor, written):
+            if (refusal := _refusal(root, limit_bytes, 0)) is not None:
+                return refusal
             temporary.write_whole(descriptor, [head, *views.values()])
             is_new = temporary.give_name(written, path)
     except OSError as error:
         return Rejected(_REASONS.get(error.errno, "io"), str(error))
-    return Published(header.name, path, num_bytes, is_new)
+    return Published(name, path, num_bytes, is_new)
+
+
+def _refusal(root: Path, limit_bytes: int | None, more_bytes: int) -> Rejected | None:
+    """None when the directory may take so much more than it does now."""
+    if limit_bytes is None or (taken := room.num_bytes_in(root) + more_bytes) <= limit_bytes:
+        return None
+    return Rejected("over_budget", f"{taken} bytes with it, {limit_bytes} are allowed")
 
 
 def _checked(draft: Draft) -> dict[str, memoryview]:

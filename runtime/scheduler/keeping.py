@@ -10,7 +10,7 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 
 from runtime.prefix.hashing import BLOCK_TOKENS, BlockHash, Scope, block_hashes
-from runtime.prefix.hits import MAX_BYTES as HITS_BYTES
+from runtime.prefix.hits import RESERVED_BYTES as COUNTER_BYTES
 from runtime.prefix.plans import Entry
 from runtime.protocol.commands import Forget, Publish, Unpin
 from runtime.protocol.events import Kept, KeptNode, PrefixFacts, SegmentPublished, SegmentRejected
@@ -20,11 +20,6 @@ from runtime.scheduler.model import Model
 from runtime.scheduler.prefixes import Pin, Promise
 from runtime.scheduler.request import Sequence
 from runtime.scheduler.stimuli import DeleteFiles, EraseTenant, FilesSeen
-
-HEAD_BYTES = 8 << 10
-"""What the header of a file is reckoned to take beside its tensors, as long as none of its model was written. Too little costs a
-rejection: who writes it looks at what is really there."""
-
 
 # -- what a worker says -----------------------------------------------------------------------------------------
 
@@ -83,7 +78,7 @@ def _publish(book: Book, model: Model, sequence: Sequence, tokens: TokenIds, nod
     chain = record.chain if end <= len(record.chain) * BLOCK_TOKENS else block_hashes(record.secret, tokens[:end])
     wanted: list[tuple[int, str]] = []
     for node in nodes:
-        entry = _entry(book, facts, record.scope, chain, node)
+        entry = _entry(facts, record.scope, chain, node)
         if entry.name not in book.prefixes.index and entry.name not in book.prefixes.promised and _make_room(book, entry):
             promise = Promise(entry, record.scope, record.request.id, record.request.tenant)
             book.prefixes.promised.add(entry.name)
@@ -95,9 +90,10 @@ def _publish(book: Book, model: Model, sequence: Sequence, tokens: TokenIds, nod
         book.send(model, Publish(tuple(wanted)))
 
 
-def _entry(book: Book, facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptNode) -> Entry:
+def _entry(facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptNode) -> Entry:
     first, last = node.start // BLOCK_TOKENS, node.end // BLOCK_TOKENS
-    head_bytes = book.prefixes.head_bytes.get(facts.fingerprint, HEAD_BYTES)
+    head_bytes = facts.head_bytes + (last - first) * facts.block_head_bytes
+    payload_bytes = (node.end - node.start) * facts.slice_bytes_per_token + facts.checkpoint_bytes
     return Entry(
         fingerprint=facts.fingerprint,
         tenant=scope.tenant,
@@ -105,20 +101,9 @@ def _entry(book: Book, facts: PrefixFacts, scope: Scope, chain: List[BlockHash],
         start=node.start,
         blocks=tuple(chain[first:last]),
         style=facts.style,
-        num_bytes=_payload_bytes(facts, node.end - node.start) + head_bytes + HITS_BYTES,
+        num_bytes=payload_bytes + head_bytes + COUNTER_BYTES,
         checkpoint_bytes=facts.checkpoint_bytes,
     )
-
-
-def _payload_bytes(facts: PrefixFacts, num_tokens: int) -> int:
-    return num_tokens * facts.slice_bytes_per_token + facts.checkpoint_bytes
-
-
-def _learn_head(book: Book, facts: PrefixFacts, entry: Entry, num_bytes: int) -> None:
-    """A file's header grows with its blocks: twice the largest seen is enough for any that is to come, or nearly any."""
-    head_bytes = num_bytes - _payload_bytes(facts, len(entry.blocks) * BLOCK_TOKENS)
-    known = book.prefixes.head_bytes.get(facts.fingerprint, 0)
-    book.prefixes.head_bytes[facts.fingerprint] = max(known, 2 * head_bytes)
 
 
 def _make_room(book: Book, entry: Entry) -> bool:
@@ -139,9 +124,7 @@ def published(book: Book, model: Model, event: SegmentPublished) -> None:
         model.promises[event.node] = promise
         book.breach(model, f"published node {event.node} under a name that is not its own")
         return
-    entry = replace(promise.entry, num_bytes=event.num_bytes + HITS_BYTES)
-    if (facts := _facts(model)) is not None:
-        _learn_head(book, facts, promise.entry, event.num_bytes)
+    entry = replace(promise.entry, num_bytes=event.num_bytes + COUNTER_BYTES)
     if promise.is_erased:
         book.out.append(DeleteFiles((entry,)))
         return

@@ -66,8 +66,7 @@ class Pin:
 
 
 class Prefixes:
-    """`free_bytes`: on the disk, as far as known. `promised`: names of all promises that are not erased, over all models.
-    `head_bytes`: by fingerprint, what a file is reckoned to take beside its tensors, once one was written."""
+    """`free_bytes`: on the disk, as far as known. `promised`: names of all promises that are not erased, over all models."""
 
     def __init__(self, settings: Settings) -> None:
         self.has_memory = bool(settings.prefix_memory_bytes)
@@ -75,7 +74,6 @@ class Prefixes:
         self.index = Index(Limits(settings.prefix_disk_bytes or 0, settings.prefix_free_bytes))
         self.free_bytes = 0
         self.promised: set[BlockHash] = set()
-        self.head_bytes: dict[str, int] = {}
         self.pins: dict[RequestId, Pin] = {}
         self.counts: defaultdict[TenantId | None, Counts] = defaultdict(Counts)
 

@@ -47,19 +47,23 @@ class ReadJob:
 
 
 RETRY_SECONDS: Final = 0.025
-MAX_RETRIES: Final = 80
-"""Room is made by deleting, which is the host's, or another process's, and takes a moment."""
+MAX_RETRY_SECONDS: Final = 0.4
+PATIENCE_SECONDS: Final = 5.0
+"""A file for which there is no room is tried again, at growing intervals, so long. The host makes room: at once for what it has
+promised, at its next look (every three seconds) for what other processes have written."""
 
 
 @dataclass(eq=False, slots=True)
 class WriteJob:
-    """part: the node's as it was when this was asked for. due_at: not to be tried before; num_retries: since the first time."""
+    """part: the node's as it was when this was asked for. due_at: not to be tried before; retry_seconds: from one time to the
+    next; patience_ends_at: None before the first time."""
 
     node: Node
     part: PrefixPart
     owner: str
     due_at: float = 0.0
-    num_retries: int = 0
+    retry_seconds: float = RETRY_SECONDS
+    patience_ends_at: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +158,8 @@ class PrefixThread:
                 answer = self._written(job)
                 with self._changed:
                     if answer is None:
-                        job.due_at, job.num_retries = time.monotonic() + RETRY_SECONDS, job.num_retries + 1
+                        job.due_at = time.monotonic() + job.retry_seconds
+                        job.retry_seconds = min(2 * job.retry_seconds, MAX_RETRY_SECONDS)
                         self._writes.append(job)
                         continue
                     self._waiting_bytes -= job.num_bytes
@@ -235,7 +240,9 @@ class PrefixThread:
             return SegmentRejected(node.id, "io", f"{type(error).__name__}: {error}")
         if isinstance(result, Published):
             return SegmentPublished(node.id, result.name, result.num_bytes, result.is_new, time.monotonic() - began)
-        if result.reason == "over_budget" and job.num_retries < MAX_RETRIES:
+        if job.patience_ends_at is None:
+            job.patience_ends_at = began + PATIENCE_SECONDS
+        if result.reason == "over_budget" and time.monotonic() < job.patience_ends_at:
             return None
         return SegmentRejected(node.id, result.reason, result.detail)
 

@@ -90,6 +90,31 @@ def test_a_write_that_raises_is_a_rejection(tmp_path: Path, monkeypatch: pytest.
     assert "none left" in rejected[0].detail
 
 
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_file_waits_for_room_a_while(is_deleted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes = 1 << 20
+    old = tmp_path / "v1" / "other model" / "ab" / f"{'ab' * 32}.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(limit_bytes))
+    write, times = publish.publish, [0]
+
+    def writing(*arguments: Any, **options: Any) -> Any:
+        times[0] += 1
+        if is_deleted and times[0] == 5:
+            old.unlink()
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(publish, "publish", writing)
+    monkeypatch.setattr(prefix_io, "PATIENCE_SECONDS", WAIT_SECONDS if is_deleted else 0.1)
+    stage = Phases(load_fake(), [start(1, PROMPT)], root=tmp_path, prefix_disk_bytes=limit_bytes)
+    stage.channel.on_send = publish_all
+    events = stage.run()
+    assert sum(isinstance(event, SegmentPublished) for event in events) == (3 if is_deleted else 0)
+    rejected = [event.reason for event in events if isinstance(event, SegmentRejected)]
+    assert rejected == ([] if is_deleted else ["over_budget"] * 3)
+    assert times[0] > 5
+
+
 def test_little_may_wait_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_io, "MAX_WAITING_BYTES", 1024 * 16)
     monkeypatch.setattr(prefix_io.PrefixThread, "_work", lambda self: None)  # a disk that never gets to it
