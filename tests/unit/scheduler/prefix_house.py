@@ -18,6 +18,7 @@ from runtime.protocol.events import (
     ModelFacts,
     PrefixFacts,
     Prepared,
+    Refused,
     Restored,
     SegmentMiss,
     SegmentPublished,
@@ -148,6 +149,9 @@ class PrefixHouse(House):
 
     def rejected(self, node: int, reason: Any = "busy") -> None:
         self.say(SegmentRejected(node, reason, ""))
+
+    def refuse(self, sequence: SequenceId) -> None:
+        self.say(Refused("step", "generation_failed", "non-finite logits", (), (sequence,)))
 
     def compute(self, sequence: SequenceId, length: int = 0) -> None:
         """From its Restored to its Prefilled; its whole prompt is kept in memory, and nothing offered."""
