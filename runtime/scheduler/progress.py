@@ -136,8 +136,8 @@ def _found_or_kept(book: Book, model: Model, event: Restored | Kept) -> None:
 
 
 def _start_decoding(book: Book, model: Model, sequence: Sequence) -> None:
-    move_sequence(sequence, SequenceState.DECODING)
     book.leave_batch(model, sequence)
+    move_sequence(sequence, SequenceState.DECODING)
     if sequence.record.state is RequestState.PREFILLING:
         move_request(sequence.record, RequestState.RUNNING)
     request = sequence.record.request
