@@ -138,13 +138,20 @@ class Book:
             prompt_tokens,
             timings,
             record.fingerprint,
-            record.warnings,
+            (*record.warnings, *self._unheard(record)),
             error,
             cached_tokens=tuple(sequence.cached_length for sequence in record.sequences),
             pinned_length=record.pinned_length,
             proposed_tokens=tuple(sequence.num_proposed for sequence in record.sequences),
             accepted_tokens=tuple(sequence.num_accepted for sequence in record.sequences),
         )
+
+    def _unheard(self, record: RequestRecord) -> tuple[str, ...]:
+        """What it asked for and did not get."""
+        is_finished = record.state is RequestState.FINISHED
+        if is_finished and record.request.speculate and not any(each.num_proposed for each in record.sequences):
+            return ("speculate: nothing was proposed for this request; rt.stats().scheduler.pairings says what its drafter does",)
+        return ()
 
     def unpin(self, request: RequestId) -> None:
         """What is pinned for it, now or by what is still on its way from the worker, may be forgotten. Harmless when nothing is."""

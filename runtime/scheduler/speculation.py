@@ -56,6 +56,13 @@ def attach(book: Book, name: ModelName) -> None:
         pairing.draft_context = inf if facts is None else facts.context_length
 
 
+def hindrance(book: Book, pairing: Pairing) -> str | None:
+    """Why these two cannot work together, as far as an app can mend it."""
+    if not pairing.is_lookup and ModelName(pairing.drafter) not in book.models:
+        return f"its drafter {pairing.drafter!r} is not loaded"
+    return pairing.refused
+
+
 def _drafter(book: Book, pairing: Pairing) -> Model | None:
     """Its model, when a worker serves it."""
     model = None if pairing.is_lookup else book.models.get(ModelName(pairing.drafter))

@@ -147,8 +147,9 @@ class SchedulerState:
                 return InvalidRequest(
                     "speculate", f"got True, but model {model.name!r} has no drafter; load it with ModelSpec(drafter=…)"
                 )
-            if model.pairing.refused is not None:
-                return InvalidRequest("speculate", f"got True, but model {model.name!r} cannot: {model.pairing.refused}")
+            reason = speculation.hindrance(book, model.pairing)
+            if reason is not None:
+                return InvalidRequest("speculate", f"got True, but model {model.name!r} cannot: {reason}")
         return refusal(book, model, book.tenant(request.tenant), now)
 
     def _expire(self, now: float) -> None:

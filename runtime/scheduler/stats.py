@@ -16,6 +16,7 @@ from runtime.scheduler.model import Model
 from runtime.scheduler.pairing import Pairing
 from runtime.scheduler.prefixes import Counts
 from runtime.scheduler.request import RequestState, SequenceState
+from runtime.scheduler.speculation import hindrance
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ class TenantStats:
 class PairingStats:
     """One target's speculation, counted since the start. drafter: a model's name, or "lookup".
 
-    state: "waiting" for the drafter or the target to be loaded, "refused" (reason says why), "away" (the drafter was late),
-    or "paired". guests: sequences that the drafter holds. rounds: drafts verified; proposed, accepted: tokens of them.
-    ahead, ahead_hits: drafts made while the target verified, and those that could be used. late: rounds that the drafter did not
+    state: "waiting" for the drafter or the target to be loaded, "refused", "away" (the drafter was late), or "paired". reason: why
+    they are not paired, where an app can mend it. guests: sequences that the drafter holds. rounds: drafts verified; proposed,
+    accepted: tokens of them. ahead, ahead_hits: drafts made while the target verified, and those that could be used. late: rounds that the drafter did not
     answer in time. Seconds that rounds waited: for drafts (next to nothing when made ahead), for the verify step, and for what
     neither explains, messages and scheduling. controller: what it measured and chose, by batch size.
     """
@@ -130,11 +131,11 @@ def snapshot(book: Book) -> SchedulerStats:
         failed=book.num_ended[RequestState.FAILED],
         rejected=book.num_rejected,
         prefixes=_prefix_stats(list(book.prefixes.counts.values()), book.prefixes.index.entries()),
-        pairings=tuple(_pairing_stats(model.pairing) for model in book.models.values() if model.pairing is not None),
+        pairings=tuple(_pairing_stats(book, model.pairing) for model in book.models.values() if model.pairing is not None),
     )
 
 
-def _pairing_stats(pairing: Pairing) -> PairingStats:
+def _pairing_stats(book: Book, pairing: Pairing) -> PairingStats:
     counts = pairing.counts
     state: Literal["waiting", "refused", "away", "paired"] = "paired"
     if not pairing.is_attached:
@@ -145,7 +146,7 @@ def _pairing_stats(pairing: Pairing) -> PairingStats:
         target=pairing.target,
         drafter=pairing.drafter,
         state=state,
-        reason=pairing.refused,
+        reason=hindrance(book, pairing),
         guests=len(pairing.guests),
         rounds=counts.rounds,
         proposed=counts.proposed,

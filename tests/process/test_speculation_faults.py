@@ -141,7 +141,9 @@ async def test_a_drafter_unloaded_and_another_loaded_under_its_name(anyio_backen
             group.start_soon(_hear, tenant, "target", 4, 2000, heard)
             await until(lambda: _pairing(rt).rounds > 3)
             await rt.unload("drafter")
-            assert _pairing(rt).state == "waiting"
+            assert (_pairing(rt).state, _pairing(rt).reason) == ("waiting", "its drafter 'drafter' is not loaded")
+            with pytest.raises(runtime.InvalidRequest, match="not loaded"):
+                await tenant.generate("target", prompt="x", speculate=True)
             await rt.load(_drafter(script=FakeScript(vocabulary="another")))
             assert _pairing(rt).state == "refused"
             with pytest.raises(runtime.InvalidRequest, match="vocabulary"):
@@ -154,6 +156,9 @@ async def test_a_drafter_unloaded_and_another_loaded_under_its_name(anyio_backen
         assert heard.token_ids == _expected(4, 2000)
         answer = await tenant.generate("target", prompt="x", speculate=True, max_tokens=60, ignore_eos=True)
         assert answer.usage.proposed_tokens >= answer.usage.accepted_tokens > 0
+        short = await tenant.generate("target", prompt="x", speculate=True, max_tokens=1, ignore_eos=True)
+        assert [warning for warning in short.warnings if "nothing was proposed" in warning]
+        assert not answer.warnings
         never = await tenant.generate("target", prompt="x", speculate=False, max_tokens=60, ignore_eos=True)
         assert never.usage.proposed_tokens == 0
         assert never.token_ids == answer.token_ids
