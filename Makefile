@@ -1,7 +1,7 @@
 # make demo    two real models, three tenants, a live view and the proof
 # make test    lint, types, import arrows and every test
 # make check   the quick part of it: lint, types, import arrows
-# make bench   the runtime, then its shared prefixes, beside mlx-lm on this machine: two JSON objects
+# make bench   the runtime, its shared prefixes, its speculation, beside mlx-lm on this machine: three JSON objects
 # make clean   removes what the targets above made here (not the fetched models)
 #
 # Each makes its own .venv first; all it takes is python3 >= 3.11 with pip, and make.
@@ -35,6 +35,7 @@ test: check model
 bench: model
 	$(PYTHON) -m benchmarks.overhead
 	$(PYTHON) -m benchmarks.prefix
+	$(PYTHON) -m benchmarks.speculation
 
 $(STAMP): pyproject.toml scripts/make-venv
 	@sh scripts/make-venv $(VENV)

@@ -77,6 +77,7 @@ class Runtime:
         launch = Launcher(self._group, self._directory.path, self.settings)
         self._supervisor = Supervisor(self._group, launch, listening, self.settings)
         keyring = self._open_library(root)
+        listening.tidy_up = self._librarian.worker_died
         self._scheduler = listening.scheduler = Scheduler(self._supervisor, self.settings, files=self._librarian)
         self._desk = RequestDesk(self._scheduler, self._watchers, keyring)
         self._timer_stopped = anyio.Event()
@@ -162,6 +163,7 @@ class Runtime:
             trust_remote_code=spec.trust_remote_code,
             fake=spec.fake,
             prefix_root=self._prefix_root,
+            prefix_disk_bytes=self.settings.prefix_disk_bytes or 0,
         )
         actor = await self._supervisor.load(spec, load)
         await self._librarian.first_scan()

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from runtime.errors import EraseFailed
-from runtime.prefix import scan
+from runtime.prefix import scan, temporary
 from runtime.prefix.hashing import BlockHash, Scope
 from runtime.prefix.keys import Keyring
 from runtime.prefix.plans import Entry
@@ -65,6 +65,7 @@ class Librarian:
         self._deletes: dict[BlockHash, Entry] = {}
         """Bounded by the files there are: the scheduler tells each to go once."""
         self._marks: dict[BlockHash, _Mark] = {}
+        self._has_dead = False
         self._news = anyio.Event()
         self._scanned = anyio.Event()
         self._turn = anyio.Lock()
@@ -92,6 +93,11 @@ class Librarian:
             self._marks[entry.name] = _Mark(entry, 1 if before is None else before.num_uses + 1)
         while len(self._marks) > MAX_MARKS:
             del self._marks[next(iter(self._marks))]
+
+    def worker_died(self) -> None:
+        """What it was writing is to go, since until then nobody can use the room that takes."""
+        self._has_dead = True
+        self._news.set()
 
     # -- the task -------------------------------------------------------------------------------------------
 
@@ -124,6 +130,9 @@ class Librarian:
             is_due = anyio.current_time() >= next_look
             if is_due or self._deletes:
                 await self._carry_out(shelf)
+            if is_due or self._has_dead:
+                self._has_dead = False
+                await self._in_thread(shelf.sweep)
             if is_due:
                 if self._has_models():
                     async with self._turn:
@@ -214,6 +223,10 @@ class _Shelf:
     def look(self) -> tuple[Changes, int]:
         with self._lock:
             return self._scanner.scan(), scan.free_bytes(self._root)
+
+    def sweep(self) -> None:
+        """Whoever was writing may have been killed in the middle of a file."""
+        temporary.sweep(self._root)
 
     def carry_out(self, deletes: Iterable[Entry], marks: Iterable[_Mark]) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,9 +34,13 @@ def log() -> Any:
 
 
 class Listening:
-    """The actors' `Listener`: turns what they tell into the scheduler's stimuli and the watchers' events."""
+    """The actors' `Listener`: turns what they tell into the scheduler's stimuli and the watchers' events.
+
+    tidy_up: called after a worker's death.
+    """
 
     scheduler: SchedulerPort
+    tidy_up: Callable[[], None]
 
     def __init__(self, watchers: WatchHub) -> None:
         self._watchers = watchers
@@ -58,6 +63,7 @@ class Listening:
     ) -> None:
         log().warning("worker lost", model=model, incarnation=incarnation, error=str(error), restarting=restarting)
         self.scheduler.offer(WorkerLost(model, incarnation, error, report, restarting))
+        self.tidy_up()
         self._watchers.publish(WorkerDied(model, report, restarting))
 
     def model_removed(self, model: ModelName, error: TroupeError) -> None:

@@ -34,10 +34,19 @@ MAX_BASE_BYTES: Final = MAX_SOCKET_PATH_BYTES - (1 + len(PREFIX) + _NAME_DIGITS)
 """What remains for the base when `/troupe-…` and `/KEY.c` follow."""
 JANITOR_SECONDS: Final = 2.0
 
-# `read` waits for the end of the pipe, into which nothing is ever written. A worker that is just dying may still make a file,
-# so `rm` may find the directory not empty and gets more than one turn.
+# `read` waits for the end of the pipe, into which nothing is ever written. A host that closes has tidied up itself. Otherwise its
+# workers are dying; what each was writing elsewhere, a ledger of its own names. One may still make a file here, so `rm` may find
+# the directory not empty and gets more than one turn.
 _JANITOR: Final = """
 read -r nothing
+[ -e "$1" ] || exit 0
+sleep 0.2
+for ledger in "$1"/*.temporary; do
+    [ -f "$ledger" ] && IFS= read -r path <"$ledger" || continue
+    case "$path" in
+        */tmp/[0-9]*-*) rm -f -- "$path" ;;
+    esac
+done
 for turn in 1 2 3 4 5; do
     rm -rf -- "$1" 2>/dev/null
     [ -e "$1" ] || exit 0

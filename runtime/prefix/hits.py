@@ -22,7 +22,10 @@ HITS_SUFFIX: Final = ".hits"
 _DIGITS: Final = 20
 _LAST: Final = 10**_DIGITS - 1
 MAX_BYTES: Final = 2 * (_DIGITS + 1)
-"""Of a counter, always; what a segment's own bytes are counted with, so that counting never exceeds a budget."""
+"""Of a counter, always."""
+RESERVED_BYTES: Final = 2 * MAX_BYTES
+"""What a segment is counted with beside its own bytes, so that counting never exceeds a budget: the counter, and the one that is
+being written to replace it."""
 
 
 class Hits(NamedTuple):

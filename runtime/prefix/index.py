@@ -58,6 +58,10 @@ class Index:
     def __contains__(self, name: BlockHash) -> bool:
         return name in self._entries
 
+    def holds(self, block: BlockHash) -> bool:
+        """Whether a segment has this block in it."""
+        return block in self._holding
+
     def entries(self) -> list[Entry]:
         """Least recently used first."""
         return list(self._entries.values())

@@ -7,12 +7,13 @@ final name was complete and on the disk before it got it. Blocks for as long as 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from runtime.prefix import container, segment, temporary
+from runtime.prefix import container, room, segment, temporary
 from runtime.prefix.hashing import BLOCK_TOKENS, BlockHash, Secret, seal_key
 from runtime.prefix.layout import Layout, TensorSpec
 
@@ -21,6 +22,7 @@ RejectReason = Literal[
     "read_only",
     "io",  # any other error of the file system, also directories that vanish meanwhile
     "contents",  # the tensors are not what the layout says a segment of these positions has
+    "over_budget",  # with it the directory would take more than it may
 ]
 
 _REASONS: Final[dict[int | None, RejectReason]] = {
@@ -64,12 +66,21 @@ class Rejected:
     detail: str
 
 
-def publish(root: Path, draft: Draft) -> Published | Rejected:
-    """Write one segment under the cache directory `root`. Never raises for what disk, directories or `draft` are like."""
+def publish(root: Path, draft: Draft, *, limit_bytes: int | None = None, ledger: Path | None = None) -> Published | Rejected:
+    """Write one segment under the cache directory `root`. Never raises for what disk, directories or `draft` are like.
+
+    limit_bytes: most that the directory may take, whoever has written in it; None for no bound. ledger: see `temporary_file`.
+    """
     try:
         views = _checked(draft)
     except ValueError as error:
         return Rejected("contents", str(error))
+    name = BlockHash(draft.chain[draft.end // BLOCK_TOKENS - 1])
+    path = segment.segment_path(root, draft.fingerprint, name)
+    payload_bytes = sum(len(view) for view in views.values())
+    # Asked again and again while there is no room, this should not cost the checksums each time.
+    if (refusal := _refusal(root, limit_bytes, payload_bytes)) is not None and not os.path.lexists(path):
+        return refusal
     key = seal_key(draft.secret)
     header = segment.make_header(
         fingerprint=draft.fingerprint,
@@ -82,17 +93,25 @@ def publish(root: Path, draft: Draft) -> Published | Rejected:
     )
     specs = {name: spec for name, (spec, _) in draft.tensors.items()}
     head = segment.encode_head(header, specs, draft.secret)
-    path = segment.segment_path(root, draft.fingerprint, header.name)
-    num_bytes = len(head) + sum(len(view) for view in views.values())
+    num_bytes = len(head) + payload_bytes
     try:
         if path.exists():
-            return Published(header.name, path, num_bytes, is_new=False)
-        with temporary.temporary_file(root) as (descriptor, written):
+            return Published(name, path, num_bytes, is_new=False)
+        with temporary.temporary_file(root, ledger, num_bytes=num_bytes) as (descriptor, written):
+            if (refusal := _refusal(root, limit_bytes, 0)) is not None:
+                return refusal
             temporary.write_whole(descriptor, [head, *views.values()])
             is_new = temporary.give_name(written, path)
     except OSError as error:
         return Rejected(_REASONS.get(error.errno, "io"), str(error))
-    return Published(header.name, path, num_bytes, is_new)
+    return Published(name, path, num_bytes, is_new)
+
+
+def _refusal(root: Path, limit_bytes: int | None, more_bytes: int) -> Rejected | None:
+    """None when the directory may take so much more than it does now."""
+    if limit_bytes is None or (taken := room.num_bytes_in(root) + more_bytes) <= limit_bytes:
+        return None
+    return Rejected("over_budget", f"{taken} bytes with it, {limit_bytes} are allowed")
 
 
 def _checked(draft: Draft) -> dict[str, memoryview]:

@@ -157,7 +157,7 @@ def describe(header: Header, scope: Scope, num_bytes: int) -> Entry:
         start=header.start,
         blocks=header.block_hashes,
         style=header.layout.style,
-        num_bytes=num_bytes + hits.MAX_BYTES,
+        num_bytes=num_bytes + hits.RESERVED_BYTES,
         checkpoint_bytes=sum(spec.num_bytes for spec in header.layout.checkpoint(header.end).values()),
     )
 

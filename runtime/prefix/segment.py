@@ -107,6 +107,27 @@ def encode_head(header: Header, specs: Mapping[str, TensorSpec], secret: Secret)
     return container.build(metadata, specs, seal_key(secret))
 
 
+def most_head_bytes(layout: Layout) -> tuple[int, int]:
+    """What `encode_head` gives at most for a segment of this layout: so much, and so much more for each of its blocks.
+
+    Nearly exact: digits are reckoned for segments of up to a million positions at the far end of a thousand million.
+    """
+    block, far = bytes(DIGEST_BYTES).hex(), 1 << 30
+    specs = layout.tensors(far, far + (1 << 20))
+    header = Header(
+        fingerprint=block,
+        owner=block,
+        parent=block,
+        start=far,
+        end=far + (1 << 20),
+        blocks=(),
+        layout=layout,
+        checksums=dict.fromkeys(specs, container.checksum("", memoryview(b""), b"")),
+    )
+    # Each block is its digits, two quotes that are escaped in the text inside a text, and a comma.
+    return len(encode_head(header, specs, Secret(bytes(DIGEST_BYTES)))) + container.ALIGNMENT, len(block) + 5
+
+
 def is_sealed(head: bytes, secret: Secret) -> bool:
     return container.is_sealed(head, seal_key(secret))
 

@@ -1,6 +1,7 @@
 """How does a file come to its final name whole or not at all, and who may remove the leftovers of the dead?
 
-    <root>/tmp/<pid>-<random>
+    <root>/tmp/<pid>-<random>             small
+    <root>/tmp/<pid>-<random>-<bytes>     it will have so many bytes, which count from the beginning (`room`)
 
 A file under tmp/ is locked (flock) by who writes it, from its making to its end. The kernel drops the lock when its holder
 dies in whatever way, so a lock that can be had means a dead owner. A pid would not tell: pids are used again, and
@@ -34,12 +35,15 @@ def make_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary_file(root: Path) -> Iterator[tuple[int, Path]]:
+def temporary_file(root: Path, ledger: Path | None = None, *, num_bytes: int | None = None) -> Iterator[tuple[int, Path]]:
     """A new, empty, locked file 0600: (descriptor, path). Removed at the end, whatever happened; a hard link to it stays.
+
+    ledger: a file that names it before it is made, for who tidies up when this process and its host have been killed.
+    num_bytes: to be put down in its name.
 
     :raises OSError: it cannot be made.
     """
-    descriptor, path = _locked_file(root)
+    descriptor, path = _locked_file(root, ledger, "" if num_bytes is None else f"-{num_bytes}")
     try:
         yield descriptor, path
     finally:
@@ -50,11 +54,14 @@ def temporary_file(root: Path) -> Iterator[tuple[int, Path]]:
             os.close(descriptor)
 
 
-def _locked_file(root: Path) -> tuple[int, Path]:
+def _locked_file(root: Path, ledger: Path | None, suffix: str) -> tuple[int, Path]:
     directory = root / TEMPORARY_DIRECTORY
     for _ in range(_ATTEMPTS):
         make_directory(directory)
-        path = directory / f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = directory / f"{os.getpid()}-{secrets.token_hex(8)}{suffix}"
+        if ledger is not None:
+            with contextlib.suppress(OSError):  # its directory may be going already
+                ledger.write_text(f"{path}\n", encoding="utf-8")
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,6 +77,12 @@ def _locked_file(root: Path) -> tuple[int, Path]:
         # Between making and locking it a sweeper came by, and took it for a leftover. It removes it.
         os.close(descriptor)
     raise FileNotFoundError(f"files made in {directory} vanish at once")
+
+
+def announced_bytes(name: str) -> int:
+    """What a temporary file of this name will have, as far as its name tells; else 0."""
+    fields = name.split("-")
+    return int(fields[2]) if len(fields) == 3 and fields[2].isascii() and fields[2].isdigit() else 0
 
 
 def write_whole(descriptor: int, parts: Iterable[bytes | memoryview]) -> None:

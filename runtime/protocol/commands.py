@@ -121,7 +121,8 @@ class Load(Command, tag="load"):
     `kind`: "auto" picks by the checkpoint; "fake" is the deterministic test engine and needs `fake`.
     `prefill_chunk_tokens` bounds the tokens of one prefill step over all its rows.
     `compute_threads`: 0 leaves the default. `prefix_root`: directory of prefix files, None for none.
-    `prefix_memory_bytes`: how much this worker keeps of finished and shared prefixes, 0 for nothing.
+    `prefix_memory_bytes`: how much this worker keeps of finished and shared prefixes, 0 for nothing. `prefix_disk_bytes`: most
+    that all prefix files may take together, 0 for no bound.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Load(Command, tag="load"):
     fake: FakeScript | None = None
     prefix_root: str | None = None
     prefix_memory_bytes: int = 0
+    prefix_disk_bytes: int = 0
 
 
 class Prepare(Command, tag="prepare"):

@@ -57,13 +57,16 @@ class PrefixFacts(Wire):
     """What the host must know of this model's prefixes. fingerprint: of everything their bits depend on, except tokens and scope.
 
     `style`: "dense" (any position can be continued), "mixed" or "checkpoint" (only where a state was kept). A segment of n tokens
-    has about n * `slice_bytes_per_token` + `checkpoint_bytes`.
+    has about n * `slice_bytes_per_token` + `checkpoint_bytes`, and before them a header of at most `head_bytes` plus
+    `block_head_bytes` for each of its blocks.
     """
 
     fingerprint: str
     style: Literal["dense", "mixed", "checkpoint"]
     slice_bytes_per_token: int
     checkpoint_bytes: int
+    head_bytes: int
+    block_head_bytes: int
 
 
 class ModelFacts(Wire):
@@ -183,11 +186,11 @@ class SegmentPublished(Event, tag="published"):
 
 
 class SegmentRejected(Event, tag="rejected"):
-    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), or of the
-    file system: "no_space", "read_only", "io", "contents"."""
+    """The node was not written. `reason`: "absent" (forgotten meanwhile), "busy" (too much is waiting to be written), "over_budget"
+    (all files together would take more than `Load` allows), or of the file system: "no_space", "read_only", "io", "contents"."""
 
     node: int
-    reason: Literal["absent", "busy", "no_space", "read_only", "io", "contents"]
+    reason: Literal["absent", "busy", "over_budget", "no_space", "read_only", "io", "contents"]
     detail: str
 
 

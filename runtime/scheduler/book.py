@@ -173,8 +173,6 @@ class Book:
                 model.pairing.leave(sequence.member)
                 self.disturb(model.pairing)
             self.prefixes.index.release(sequence.id)
-            if sequence.leads:
-                self.look_again(model)  # a follower takes over
             sequence.record.flow.charge(sequence.length - sequence.charged_length)
             sequence.charged_length = sequence.length
             move_sequence(sequence, SequenceState.RELEASING)
@@ -183,13 +181,14 @@ class Book:
             self.touch(model)
 
     def leave_batch(self, model: Model, sequence: Sequence) -> None:
-        """It is prefilled, or over."""
+        """It is prefilled, or over; to be called before it moves on."""
         batch, sequence.batch = sequence.batch, None
         if batch is not None:
             batch.num_rows_left -= 1
             if batch.num_rows_left == 0:
                 model.batches.remove(batch)
-                self.look_again(model)
+            if batch.num_rows_left == 0 or sequence.leads:
+                self.look_again(model)  # there may be room, and nobody waits for it any more, though its batch goes on
 
     def free_slot(self, model: Model, sequence: Sequence, now: float) -> None:
         """The worker has forgotten a sequence that was let go."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence as List
 from dataclasses import replace
 
 from runtime.prefix.hashing import BLOCK_TOKENS, BlockHash, Scope, block_hashes
-from runtime.prefix.hits import MAX_BYTES as HITS_BYTES
+from runtime.prefix.hits import RESERVED_BYTES as COUNTER_BYTES
 from runtime.prefix.plans import Entry
 from runtime.protocol.commands import Forget, Publish, Unpin
 from runtime.protocol.events import Kept, KeptNode, PrefixFacts, SegmentPublished, SegmentRejected
@@ -21,10 +21,6 @@ from runtime.scheduler.prefixes import Pin, Promise
 from runtime.scheduler.request import Sequence
 from runtime.scheduler.stimuli import DeleteFiles, EraseTenant, FilesSeen
 
-HEAD_BYTES = 64 << 10
-"""Most that the header of a file takes beside its tensors."""
-
-
 # -- what a worker says -----------------------------------------------------------------------------------------
 
 
@@ -34,7 +30,7 @@ def kept(book: Book, model: Model, sequence: Sequence, event: Kept) -> None:
     if not sequence.keeps:
         book.breach(model, f"kept sequence {sequence.id}, which it was not told to keep")
         return
-    if event.length < 0 or event.pinned_length > event.length:
+    if not 0 <= event.pinned_length <= event.length:
         book.breach(model, f"kept sequence {sequence.id}: length {event.length}, pinned {event.pinned_length}")
         return
     if sequence.leads:
@@ -78,12 +74,20 @@ def _publish(book: Book, model: Model, sequence: Sequence, tokens: TokenIds, nod
     if any(not 0 <= node.start < node.end or node.start % BLOCK_TOKENS or node.end % BLOCK_TOKENS for node in nodes):
         book.breach(model, f"kept sequence {sequence.id} in nodes that are no whole blocks")
         return
+    if len({node.node for node in nodes}) < len(nodes):
+        book.breach(model, f"kept sequence {sequence.id} in nodes of the same number")
+        return
     end = max((node.end for node in nodes), default=0)
     chain = record.chain if end <= len(record.chain) * BLOCK_TOKENS else block_hashes(record.secret, tokens[:end])
     wanted: list[tuple[int, str]] = []
-    for node in nodes:
+    for node in sorted(nodes, key=lambda node: node.start):  # what another continues comes before it
         entry = _entry(facts, record.scope, chain, node)
-        if entry.name not in book.prefixes.index and entry.name not in book.prefixes.promised and _make_room(book, entry):
+        if entry.name in book.prefixes.index or entry.name in book.prefixes.promised:
+            continue
+        if node.node in model.promises:
+            book.breach(model, f"kept sequence {sequence.id} in node {node.node}, whose number is another's")
+            break
+        if _is_reachable(book, entry) and _make_room(book, entry):
             promise = Promise(entry, record.scope, record.request.id, record.request.tenant)
             book.prefixes.promised.add(entry.name)
             model.promises[node.node] = promise
@@ -96,6 +100,8 @@ def _publish(book: Book, model: Model, sequence: Sequence, tokens: TokenIds, nod
 
 def _entry(facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptNode) -> Entry:
     first, last = node.start // BLOCK_TOKENS, node.end // BLOCK_TOKENS
+    head_bytes = facts.head_bytes + (last - first) * facts.block_head_bytes
+    payload_bytes = (node.end - node.start) * facts.slice_bytes_per_token + facts.checkpoint_bytes
     return Entry(
         fingerprint=facts.fingerprint,
         tenant=scope.tenant,
@@ -103,9 +109,20 @@ def _entry(facts: PrefixFacts, scope: Scope, chain: List[BlockHash], node: KeptN
         start=node.start,
         blocks=tuple(chain[first:last]),
         style=facts.style,
-        num_bytes=(node.end - node.start) * facts.slice_bytes_per_token + facts.checkpoint_bytes + HEAD_BYTES + HITS_BYTES,
+        num_bytes=payload_bytes + head_bytes + COUNTER_BYTES,
         checkpoint_bytes=facts.checkpoint_bytes,
     )
+
+
+def _is_reachable(book: Book, entry: Entry) -> bool:
+    """Whether what it continues is there or on its way. A file behind a gap could not be restored by anyone."""
+    if entry.parent is None or entry.style == "checkpoint" or book.prefixes.index.holds(entry.parent):
+        return True
+    promises = (promise for model in book.models.values() for promise in model.promises.values())
+    if any(entry.parent in promise.entry.blocks for promise in promises if not promise.is_erased):
+        return True
+    book.prefixes.counts[entry.tenant].rejected["no_parent"] += 1
+    return False
 
 
 def _make_room(book: Book, entry: Entry) -> bool:
@@ -126,7 +143,7 @@ def published(book: Book, model: Model, event: SegmentPublished) -> None:
         model.promises[event.node] = promise
         book.breach(model, f"published node {event.node} under a name that is not its own")
         return
-    entry = replace(promise.entry, num_bytes=event.num_bytes + HITS_BYTES)
+    entry = replace(promise.entry, num_bytes=event.num_bytes + COUNTER_BYTES)
     if promise.is_erased:
         book.out.append(DeleteFiles((entry,)))
         return
@@ -166,6 +183,8 @@ def _delete(book: Book, entries: List[Entry], *, is_eviction: bool) -> None:
     if not entries:
         return
     book.out.append(DeleteFiles(tuple(entries)))
+    # Else the next file's room would be made again, and again, until the disk is looked at.
+    book.prefixes.free_bytes += sum(entry.num_bytes for entry in entries)
     for entry in entries if is_eviction else ():
         book.prefixes.counts[entry.tenant].evictions += 1
 

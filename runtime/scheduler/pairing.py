@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from runtime.protocol.events import ModelFacts
 from runtime.protocol.ids import ModelName, SequenceId
 from runtime.scheduler.drafting import DraftLength
+from runtime.scheduler.lanes import Lanes
+from runtime.scheduler.request import Sequence, SequenceState
 from runtime.scheduler.rounds import Follower
-
-if TYPE_CHECKING:
-    from runtime.scheduler.request import Sequence
 
 LOOKUP: Final = "lookup"
 """The drafter's name that stands for the target's own text."""
@@ -46,8 +45,9 @@ class Member:
 @dataclass(slots=True, eq=False)
 class Round:
     """members: those whose part is not done. began_at: when it could have been verified had there been a draft. verify_sent_at:
-    None while drafting. num_tokens: drafted for each at most. num_rows: at its beginning. drafter_seconds: inside the drafter's
-    steps. rows: (wanted, proposed, matched) of the parts done.
+    None while drafting. drafted_at: when the last draft was there. num_tokens: drafted for each at most. num_rows: at its
+    beginning; num_all_rows: of all lanes. drafter_seconds: inside the drafter's steps. rows: (wanted, proposed, matched) of the
+    parts done; num_made: tokens of them.
     """
 
     members: dict[SequenceId, Member]
@@ -55,7 +55,11 @@ class Round:
     began_at: float
     deadline: float
     verify_sent_at: float | None = None
+    drafted_at: float | None = None
     num_rows: int = 0
+    num_all_rows: int = 0
+    num_lanes: int = 1
+    num_made: int = 0
     verify_seconds: float = 0.0
     drafter_seconds: float = 0.0
     rows: list[tuple[int, int, int]] = field(default_factory=list)
@@ -82,9 +86,11 @@ class Pairing:
     """drafter: a model's name, or `LOOKUP`. refused: why these two can never be paired; None when they can, or one of them has
     not been loaded yet. ahead: whether to draft while the target verifies, None: where it promises a gain.
 
-    members: by the target's sequence. guests: by the drafter's. away_until: the drafter was late; it is left alone until it speaks
-    again, and at least until then; num_late_together: rounds that were late since the last good one. wake_at: when somebody must
-    look whether a round is late. usual_draft_seconds: that rounds waited for drafts lately. draft_context: the drafter's.
+    members: by the target's sequence. guests: by the drafter's. rounds: under way, at most one of them verifying. last_end: of a
+    round. turn, turn_seconds: what rounds of two lanes did since the controller was told. away_until: the drafter was late; it is
+    left alone until it speaks again, and at least until then; num_late_together: rounds that were late since the last good one.
+    wake_at: when somebody must look whether a round is late. usual_draft_seconds: that rounds waited for drafts lately.
+    draft_context: the drafter's.
     """
 
     target: ModelName
@@ -96,7 +102,11 @@ class Pairing:
     members: dict[SequenceId, Member] = field(default_factory=dict)
     guests: dict[SequenceId, Member] = field(default_factory=dict)
     guests_to_release: list[SequenceId] = field(default_factory=list)
-    round: Round | None = None
+    rounds: list[Round] = field(default_factory=list)
+    lanes: Lanes = field(default_factory=Lanes)
+    last_end: float | None = None
+    turn: list[tuple[int, int, int]] = field(default_factory=list)
+    turn_seconds: float = 0.0
     next_number: int = 1
     away_until: float | None = None
     num_late_together: int = 0
@@ -104,6 +114,16 @@ class Pairing:
     wake_at: float | None = None
     draft_context: float = inf
     counts: Counts = field(default_factory=Counts)
+
+    @property
+    def round(self) -> Round | None:
+        """The oldest under way."""
+        return self.rounds[0] if self.rounds else None
+
+    @property
+    def in_rounds(self) -> set[SequenceId]:
+        """Who takes part in one."""
+        return {sequence for round in self.rounds for sequence in round.members}
 
     @property
     def is_lookup(self) -> bool:
@@ -125,8 +145,8 @@ class Pairing:
         """Its sequence is over."""
         member.sequence.member = None
         del self.members[member.sequence.id]
-        if self.round is not None:
-            self.round.members.pop(member.sequence.id, None)
+        for round in self.rounds:
+            round.members.pop(member.sequence.id, None)
         self.drop_guest(member)
 
     def drop_guest(self, member: Member) -> None:
@@ -156,7 +176,7 @@ class Pairing:
         """The target's worker is gone; its sequences have left or will."""
         for member in list(self.members.values()):
             self.leave(member)
-        self.round = None
+        self.rounds.clear()
 
 
 def objection(target: ModelFacts, drafter: ModelFacts | None) -> str | None:
@@ -170,3 +190,12 @@ def objection(target: ModelFacts, drafter: ModelFacts | None) -> str | None:
     if drafter.capabilities.rollback != "free":
         return f"the drafter's caches cannot go back over several steps (rollback is {drafter.capabilities.rollback!r})"
     return None
+
+
+def candidates_of(pairing: Pairing) -> list[Member]:
+    """Those that could speculate, were they ready."""
+    return [
+        member
+        for member in pairing.members.values()
+        if member.sequence.state is SequenceState.DECODING and member.guest_state != "refused"
+    ]

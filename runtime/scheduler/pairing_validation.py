@@ -64,21 +64,23 @@ def _validate_member(pairing: Pairing, member: Member, what: str) -> None:
 
 
 def _validate_round(book: Book, pairing: Pairing, what: str) -> None:
-    round = pairing.round
-    if round is None:
+    if not pairing.rounds:
         held = any(member.is_held for member in pairing.members.values())
         assert not held or any(member.is_holding for member in pairing.members.values()), f"{what}: held for nothing"
-    else:
+    seen: set[SequenceId] = set()
+    for round in pairing.rounds:
         assert round.members, f"{what}: a round of nobody"
+        assert not seen & round.members.keys(), f"{what}: in two rounds: {seen & round.members.keys()}"
+        seen |= round.members.keys()
         for sequence_id, member in round.members.items():
             assert pairing.members.get(sequence_id) is member, f"{what}: {sequence_id} takes part and is no member"
             assert member.is_held, f"{what}: {sequence_id} takes part and is not held"
-    times = []
-    if round is not None and round.verify_sent_at is None:
-        times.append(round.deadline)
-    if pairing.away_until is not None:
-        times.append(pairing.away_until)
-    for time in times:  # that somebody looks once it has passed; how long after, the tests say
+    assert sum(round.verify_sent_at is not None for round in pairing.rounds) <= 1, f"{what}: two verify at once"
+    assert not pairing.rounds or any(round.verify_sent_at is not None or round.drafted_at is None for round in pairing.rounds), (
+        f"{what}: drafts are there, and nobody verifies"
+    )
+    deadlines = [round.deadline for round in pairing.rounds if round.drafted_at is None]
+    for time in [*deadlines, *([] if pairing.away_until is None else [pairing.away_until])]:
         assert pairing.wake_at is not None, f"{what}: nobody looks when its drafter is late"
-        assert round is None or pairing.wake_at <= time, f"{what}: somebody looks too late"
+        assert time not in deadlines or pairing.wake_at <= time, f"{what}: somebody looks too late"
         assert (inf if book.wake_at is None else book.wake_at) <= pairing.wake_at, f"{what}: its wake-up is forgotten"

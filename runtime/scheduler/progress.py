@@ -25,7 +25,7 @@ from runtime.protocol.events import (
     Verified,
 )
 from runtime.protocol.ids import SequenceId
-from runtime.scheduler import guests, keeping, restoring, speculation
+from runtime.scheduler import drafted, guests, keeping, restoring, speculation
 from runtime.scheduler.book import Book, smoothed
 from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
@@ -51,10 +51,10 @@ def hear(book: Book, model: Model, event: AnyEvent, now: float) -> None:
         _verified(book, model, event, now)
     elif isinstance(event, Drafted):
         for pairing in speculation.pairings_of(book, model.name):
-            speculation.drafted(book, pairing, event)
+            drafted.drafted(book, pairing, event)
     elif isinstance(event, Held):
         if model.pairing is not None:
-            speculation.held(model.pairing, event)
+            drafted.held(model.pairing, event)
             book.disturb(model.pairing)
     elif isinstance(event, Prepared):
         _prepared(book, model, event, now)
@@ -136,8 +136,8 @@ def _found_or_kept(book: Book, model: Model, event: Restored | Kept) -> None:
 
 
 def _start_decoding(book: Book, model: Model, sequence: Sequence) -> None:
-    move_sequence(sequence, SequenceState.DECODING)
     book.leave_batch(model, sequence)
+    move_sequence(sequence, SequenceState.DECODING)
     if sequence.record.state is RequestState.PREFILLING:
         move_request(sequence.record, RequestState.RUNNING)
     request = sequence.record.request
@@ -147,7 +147,7 @@ def _start_decoding(book: Book, model: Model, sequence: Sequence) -> None:
 
 def _stepped(book: Book, model: Model, event: StepDone, now: float) -> None:
     if model.pairing is not None:
-        speculation.plain_step(model.pairing, event.seconds)
+        drafted.plain_step(model.pairing, event.seconds)
         book.disturb(model.pairing)
     for row in event.rows:
         if not _take_row(book, model, event.step, row, now):
@@ -171,7 +171,7 @@ def _verified(book: Book, model: Model, event: Verified, now: float) -> None:
             sequence.num_accepted += min(row.num_matched, len(row.step.tokens))
         if not _take_row(book, model, event.step, row.step, now):
             return
-    speculation.verified(model.pairing, event, members, now)
+    drafted.verified(model.pairing, event, members, now)
     book.disturb(model.pairing)
 
 

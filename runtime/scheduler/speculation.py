@@ -4,7 +4,7 @@ A cohort is all sequences of a pairing that are held; a round drafts for them in
 one with the target. Whatever the drafter does costs time only: late, lost or wrong, the target goes on alone. While the
 target verifies, the drafter may draft on from its guess (compare PEARL, Liu et al., arXiv 2408.11850).
 
-`advance` looks at what is known and sends what is due; everything else here only takes in what was said.
+`advance` looks at what is known and sends what is due; what was said is taken in by drafted.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ from typing import Final
 
 from runtime.protocol.acceptance import num_proposable
 from runtime.protocol.commands import Draft, DraftRow, Hold, Release, Resume, Verify, VerifyRow
-from runtime.protocol.events import Drafted, Held, Verified
 from runtime.protocol.ids import ModelName, SequenceId
 from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.book import Book
-from runtime.scheduler.draft_worth import RowRound
 from runtime.scheduler.guests import invite
 from runtime.scheduler.model import Model
-from runtime.scheduler.pairing import Member, Pairing, Round, objection
-from runtime.scheduler.request import SequenceState
+from runtime.scheduler.pairing import Member, Pairing, Round, candidates_of, objection
 
 PATIENCE_SECONDS: Final = 0.5
 """A draft may take so long, or `PATIENCE_ROUNDS` times what drafts took lately; then the target goes on alone."""
@@ -79,17 +76,14 @@ def advance(book: Book, pairing: Pairing, now: float) -> None:
     if target is None or target.pairing is not pairing or not target.can_work:
         return
     _come_back(pairing, now)
-    if pairing.round is not None and not pairing.round.members:
-        pairing.round = None
-    if pairing.round is None:
-        _begin(book, pairing, target, drafter, now)
-    elif pairing.round.verify_sent_at is not None:
-        _hold(book, target, [member for member in _ready(pairing) if not member.is_held])  # they join at the next round
-    elif drafter is None and not pairing.is_lookup:
-        pairing.round = None
-        _resume(book, pairing, target)
-    else:
-        _draft(book, pairing, pairing.round, target, drafter, now)
+    pairing.rounds = [round for round in pairing.rounds if round.members]
+    if drafter is None and not pairing.is_lookup:
+        pairing.rounds = [round for round in pairing.rounds if round.verify_sent_at is not None]
+    for round in list(pairing.rounds):
+        if round.verify_sent_at is None and round in pairing.rounds:  # else it was given up with the one before
+            _draft(book, pairing, round, target, drafter, now)
+    while _begin(book, pairing, target, drafter, now):
+        pass
     _plan_wake(book, pairing, now)
 
 
@@ -106,54 +100,58 @@ def _plan_wake(book: Book, pairing: Pairing, now: float) -> None:
     times = []
     if pairing.away_until is not None:
         times.append(pairing.away_until if now < pairing.away_until else pairing.away_until + MAX_AWAY_SECONDS)
-    if pairing.round is not None and pairing.round.verify_sent_at is None:
-        times.append(pairing.round.deadline)
+    times += [round.deadline for round in pairing.rounds if round.drafted_at is None]
     if times and (pairing.wake_at is None or pairing.wake_at <= now or min(times) < pairing.wake_at):
         pairing.wake_at = min(times)  # an earlier one stays: it comes once and for nothing, instead of one for each round
         book.plan_wake()
 
 
-def _candidates(pairing: Pairing) -> list[Member]:
-    """Those that could speculate, were they ready."""
-    return [
-        member
-        for member in pairing.members.values()
-        if member.sequence.state is SequenceState.DECODING and member.guest_state != "refused"
-    ]
-
-
 def _ready(pairing: Pairing) -> list[Member]:
     """Those whose drafter holds them."""
-    return [member for member in _candidates(pairing) if member.guest_state == "ready" and _is_near(member)]
+    return [member for member in candidates_of(pairing) if member.guest_state == "ready" and _is_near(member)]
 
 
 def _is_near(member: Member) -> bool:
     return member.follower is None or member.follower.length - member.follower.num_held <= NEAR_TOKENS
 
 
-def _begin(book: Book, pairing: Pairing, target: Model, drafter: Model | None, now: float) -> None:
-    """The next round, or none."""
-    candidates = _candidates(pairing)
+def _begin(book: Book, pairing: Pairing, target: Model, drafter: Model | None, now: float) -> bool:
+    """The next round, if there is to be one now. True when another may be begun beside it."""
+    candidates = candidates_of(pairing)
     num_tokens = pairing.controller.choose(len(candidates)) if candidates and pairing.is_attached else 0
     if num_tokens == 0 or pairing.away_until is not None:
         _resume(book, pairing, target)
-        return
+        return False
     if drafter is not None:
         invite(book, pairing, drafter, candidates)
         _catch_up(book, pairing, drafter, candidates)
     ready = _ready(pairing)
     _resume(book, pairing, target, besides=ready)
-    _hold(book, target, [member for member in ready if not member.is_held])
-    if not ready or any(member.is_holding for member in ready):
-        return
-    patience = max(PATIENCE_SECONDS, PATIENCE_ROUNDS * pairing.usual_draft_seconds)
-    members = {member.sequence.id: member for member in ready}
-    pairing.round = Round(members, num_tokens, began_at=now, deadline=now + patience, num_rows=len(members))
-    for member in ready:
+    _hold(book, target, [member for member in ready if not member.is_held])  # during a round, for the next one
+    in_rounds = pairing.in_rounds
+    idle = [member for member in ready if member.is_held and member.sequence.id not in in_rounds]
+    num_lanes = pairing.lanes.choose(len(ready)) if pairing.ahead is None and drafter is not None else 1
+    if not idle or len(pairing.rounds) >= num_lanes:
+        return False
+    if not pairing.rounds and any(member.is_holding for member in ready):
+        return False  # a step at most, and all begin together
+    members = idle[: -(-len(ready) // num_lanes)]
+    round = Round(
+        {member.sequence.id: member for member in members},
+        num_tokens,
+        began_at=now,
+        deadline=now + max(PATIENCE_SECONDS, PATIENCE_ROUNDS * pairing.usual_draft_seconds),
+        num_rows=len(members),
+        num_all_rows=len(ready),
+        num_lanes=num_lanes,
+    )
+    pairing.rounds.append(round)
+    for member in members:
         sequence = member.sequence
         room = num_proposable(sequence.length, max_length=sequence.max_length, limit=sequence.limit)
         member.num_wanted = int(min(num_tokens, room, max(0, pairing.draft_context - sequence.length - 1)))
-    _draft(book, pairing, pairing.round, target, drafter, now)
+    _draft(book, pairing, round, target, drafter, now)
+    return len(pairing.rounds) < num_lanes
 
 
 def _catch_up(book: Book, pairing: Pairing, drafter: Model, members: Iterable[Member]) -> None:
@@ -194,7 +192,9 @@ def _draft(book: Book, pairing: Pairing, round: Round, target: Model, drafter: M
     if rows and drafter is not None:
         book.send(drafter, Draft(tuple(rows)))
     if not is_waiting:
-        _verify(book, pairing, round, target, drafter, now)
+        round.drafted_at = now if round.drafted_at is None else round.drafted_at
+        if not any(other.verify_sent_at is not None for other in pairing.rounds):  # else its turn comes
+            _verify(book, pairing, round, target, drafter, now)
     elif now >= round.deadline:
         _give_up(book, pairing, round, target, now)
 
@@ -205,7 +205,7 @@ def _give_up(book: Book, pairing: Pairing, round: Round, target: Model, now: flo
     pairing.controller.note_late(round.num_rows, now - round.began_at)
     pairing.away_until = now + min(PATIENCE_SECONDS * 2**pairing.num_late_together, MAX_AWAY_SECONDS)
     pairing.num_late_together += 1
-    pairing.round = None
+    pairing.rounds = [other for other in pairing.rounds if other.verify_sent_at is not None]
     _resume(book, pairing, target)
 
 
@@ -224,6 +224,8 @@ def _verify(book: Book, pairing: Pairing, round: Round, target: Model, drafter: 
 
 
 def _is_ahead_worth(pairing: Pairing, round: Round) -> bool:
+    if round.num_lanes > 1:
+        return False
     if pairing.ahead is not None:
         return pairing.ahead
     return pairing.controller.chance(round.num_tokens + 1) >= AHEAD_CHANCE
@@ -258,94 +260,12 @@ def _hold(book: Book, target: Model, members: Iterable[Member]) -> None:
 
 
 def _resume(book: Book, pairing: Pairing, target: Model, besides: Iterable[Member] = ()) -> None:
-    """Let all decode freely that do not, but for these."""
-    kept = set(map(id, besides))
+    """Let all decode freely that do not, but for these and those that are being verified."""
+    kept = {member.sequence.id for member in besides} | pairing.in_rounds
     told: list[SequenceId] = []
-    for member in pairing.members.values():
-        if (member.is_held or member.is_holding) and id(member) not in kept:
+    for sequence_id, member in pairing.members.items():
+        if (member.is_held or member.is_holding) and sequence_id not in kept:
             member.is_held = member.is_holding = False
             told.append(member.sequence.id)
     if told:
         book.send(target, Resume(tuple(told)))
-
-
-# -- what was said ------------------------------------------------------------------------------------------
-
-
-def plain_step(pairing: Pairing, seconds: float) -> None:
-    """The target has decoded freely."""
-    if seconds <= 0 or pairing.round is not None or not pairing.is_attached or pairing.away_until is not None:
-        return
-    candidates = _candidates(pairing)
-    is_free = not any(member.is_held or member.is_holding for member in candidates)
-    if candidates and is_free and pairing.controller.choose(len(candidates)) == 0:
-        pairing.controller.note_plain(len(candidates), seconds)
-
-
-def held(pairing: Pairing, event: Held) -> None:
-    for sequence_id, _ in event.rows:
-        member = pairing.members.get(sequence_id)
-        if member is not None and member.is_holding:
-            member.is_held, member.is_holding = True, False
-
-
-def drafted(book: Book, pairing: Pairing, event: Drafted) -> None:
-    """Rows of other pairings are ignored."""
-    for row in event.rows:
-        member = pairing.guests.get(row.sequence)
-        if member is None or member.follower is None:
-            continue
-        book.disturb(pairing)
-        was_asked = not member.is_ahead and member.follower.is_waiting
-        if not member.follower.drafted(row.number, row.proposed) and was_asked and not member.follower.is_waiting:
-            member.num_wanted = 0  # it said nothing of use: this round goes without
-        if pairing.round is not None:
-            pairing.round.drafter_seconds = max(pairing.round.drafter_seconds, event.seconds)
-    for sequence_id in event.lost:
-        if (member := pairing.guests.get(sequence_id)) is not None:
-            book.disturb(pairing)
-            pairing.forget_guest(member)
-            member.num_lost += 1
-            if member.num_lost > 1:
-                member.guest_state = "refused"
-
-
-def verified(pairing: Pairing, event: Verified, members: Iterable[Member | None], now: float) -> None:
-    """`members`: by row, those that took part; their tokens are committed already."""
-    round, counts = pairing.round, pairing.counts
-    for row, member in zip(event.rows, members, strict=True):
-        if member is None:
-            continue
-        counts.proposed += row.num_proposed
-        counts.accepted += min(row.num_matched, len(row.step.tokens))
-        if round is not None:
-            wanted = round.num_tokens if pairing.is_lookup else member.num_wanted
-            round.rows.append((wanted, row.num_proposed, row.num_matched))
-            round.members.pop(member.sequence.id, None)
-    if round is None or round.verify_sent_at is None:
-        return
-    round.verify_seconds = max(round.verify_seconds, event.seconds)
-    if not round.members:
-        _end_round(pairing, round, now)
-
-
-def _end_round(pairing: Pairing, round: Round, now: float) -> None:
-    counts = pairing.counts
-    pairing.round = None
-    pairing.num_late_together = 0
-    if not round.rows or round.verify_sent_at is None:
-        return
-    draft_seconds = round.verify_sent_at - round.began_at
-    wire_seconds = max(0.0, now - round.verify_sent_at - round.verify_seconds)
-    pairing.usual_draft_seconds += (draft_seconds - pairing.usual_draft_seconds) / 4
-    counts.rounds += 1
-    counts.draft_seconds += min(draft_seconds, round.drafter_seconds)
-    counts.verify_seconds += round.verify_seconds
-    counts.wire_seconds += wire_seconds + max(0.0, draft_seconds - round.drafter_seconds)
-    pairing.controller.note_round(
-        round.num_tokens,
-        [RowRound(*row) for row in round.rows],
-        draft_seconds=draft_seconds,
-        verify_seconds=round.verify_seconds,
-        wire_seconds=wire_seconds,
-    )

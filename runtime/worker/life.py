@@ -45,7 +45,8 @@ def live(directory: Path, key: str, incarnation: int, pid: int) -> int:
         heartbeat = HeartbeatThread(channel.sender(), status)
         load = _wait_for_load(channel)
         if load is not None:
-            _serve(channel, status, heartbeat, load, partial(_load, incarnation, partial(_send_garbage, directory, key)))
+            loader = partial(_load, incarnation, partial(_send_garbage, directory, key))
+            _serve(channel, status, heartbeat, load, loader, ledger=directory / f"{key}.temporary")
         heartbeat.stop()
         channel.send(Stopped(status.step))
         return 0
@@ -61,7 +62,7 @@ def live(directory: Path, key: str, incarnation: int, pid: int) -> int:
         channel.close()
 
 
-def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, load: Load, loader: Loader) -> None:
+def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, load: Load, loader: Loader, *, ledger: Path) -> None:
     status.phase = "loading"
     loaded = loader(load, _Progress(channel))
     restrictions: tuple[str, ...] = ()
@@ -77,7 +78,7 @@ def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, l
         form = form_of(loaded)
         prefix = None if form is None else form.facts
         channel.send(Ready(msgspec.structs.replace(loaded.facts, chat_restrictions=restrictions, prefix=prefix)))
-        Loop(channel, loaded, load, desk, status).run()
+        Loop(channel, loaded, load, desk, status, ledger=ledger).run()
     finally:
         desk.close()
     loaded.engine.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from pathlib import Path
 from typing import Final, assert_never
 
 from runtime.engine.engine import Engine, Loaded
@@ -46,12 +47,22 @@ MAX_MALFORMED_ANSWERS_PER_SECOND: Final = 10
 
 
 class Loop:
-    def __init__(self, channel: WorkerChannel, loaded: Loaded, load: Load, desk: TextDesk, status: Status) -> None:
+    def __init__(
+        self,
+        channel: WorkerChannel,
+        loaded: Loaded,
+        load: Load,
+        desk: TextDesk,
+        status: Status,
+        *,
+        ledger: Path | None = None,
+    ) -> None:
+        """ledger: see `Prefixes`."""
         self._channel = channel
         self._engine: Engine = loaded.engine
         self._desk = desk
         self._status = status
-        self._prefixes = Prefixes(loaded, load, channel.send)
+        self._prefixes = Prefixes(loaded, load, channel.send, ledger=ledger)
         self._sequences = Sequences(loaded, self._prefixes, max_slots=load.max_slots, send=channel.send)
         vocabulary_size = loaded.facts.vocabulary_size
         self._verifier = Verifier(loaded.engine, self._sequences, vocabulary_size=vocabulary_size, send=channel.send)

@@ -12,6 +12,7 @@ from typing import Any
 
 from runtime.engine.engine import Loaded
 from runtime.engine.prefix_parts import PrefixArray, PrefixField, PrefixLayout, PrefixPart
+from runtime.prefix import segment
 from runtime.prefix.hashing import Identity
 from runtime.prefix.layout import TOKENS, Dense, Field, Layer, Layout, Recurrent, Sliding, TensorSpec, tensor_name
 from runtime.prefix.restore import Segment
@@ -35,11 +36,14 @@ class PrefixForm:
         slices = self.layout.slices(0, 1).values()
         furthest = max((layer.num_held for layer in self.layout.layers if isinstance(layer, Sliding)), default=1)
         checkpoint = self.layout.checkpoint(furthest).values()
+        head_bytes, block_head_bytes = segment.most_head_bytes(self.layout)
         return PrefixFacts(
             fingerprint=self.fingerprint,
             style=self.layout.style,
             slice_bytes_per_token=sum(spec.num_bytes for spec in slices),
             checkpoint_bytes=sum(spec.num_bytes for spec in checkpoint),
+            head_bytes=head_bytes,
+            block_head_bytes=block_head_bytes,
         )
 
     def tensors(self, part: PrefixPart) -> dict[str, tuple[TensorSpec, Any]]:

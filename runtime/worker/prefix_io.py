@@ -46,13 +46,24 @@ class ReadJob:
     num_bytes: int = 0
 
 
+RETRY_SECONDS: Final = 0.025
+MAX_RETRY_SECONDS: Final = 0.4
+PATIENCE_SECONDS: Final = 5.0
+"""A file for which there is no room is tried again, at growing intervals, so long. The host makes room: at once for what it has
+promised, at its next look (every three seconds) for what other processes have written."""
+
+
 @dataclass(eq=False, slots=True)
 class WriteJob:
-    """part: the node's as it was when this was asked for."""
+    """part: the node's as it was when this was asked for. due_at: not to be tried before; retry_seconds: from one time to the
+    next; patience_ends_at: None before the first time."""
 
     node: Node
     part: PrefixPart
     owner: str
+    due_at: float = 0.0
+    retry_seconds: float = RETRY_SECONDS
+    patience_ends_at: float | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -65,8 +76,13 @@ Answer = ReadJob | SegmentPublished | SegmentRejected
 class PrefixThread:
     """Between the step thread, which calls all public methods, and the files under `root`."""
 
-    def __init__(self, root: Path, form: PrefixForm, engine: Engine) -> None:
+    def __init__(
+        self, root: Path, form: PrefixForm, engine: Engine, *, limit_bytes: int | None = None, ledger: Path | None = None
+    ) -> None:
+        """limit_bytes, ledger: see `publish`."""
         self._root = root
+        self._limit_bytes = limit_bytes
+        self._ledger = ledger
         self._form = form
         self._engine = engine  # of which only `adopt` may be called here
         self._changed = threading.Condition()
@@ -130,19 +146,33 @@ class PrefixThread:
         while True:
             with self._changed:
                 self._current = None
-                while not (self._reads or self._writes or self._is_closing):
-                    self._changed.wait()
+                while not (self._reads or self._is_write_due() or self._is_closing):
+                    self._changed.wait(RETRY_SECONDS if self._writes else None)
                 if self._is_closing:
                     return
-                self._current = job = self._reads.popleft() if self._reads else self._writes.popleft()
+                self._current = job = self._reads.popleft() if self._reads else self._next_write()
             if isinstance(job, ReadJob):
                 self._read(job)
                 self._answers.append(job)
             else:
                 answer = self._written(job)
                 with self._changed:
+                    if answer is None:
+                        job.due_at = time.monotonic() + job.retry_seconds
+                        job.retry_seconds = min(2 * job.retry_seconds, MAX_RETRY_SECONDS)
+                        self._writes.append(job)
+                        continue
                     self._waiting_bytes -= job.num_bytes
                 self._answers.append(answer)
+
+    def _is_write_due(self) -> bool:
+        now = time.monotonic()
+        return any(job.due_at <= now for job in self._writes)
+
+    def _next_write(self) -> WriteJob:
+        job = min(self._writes, key=lambda job: job.due_at)
+        self._writes.remove(job)
+        return job
 
     def _read(self, job: ReadJob) -> None:
         start = job.start
@@ -189,7 +219,8 @@ class PrefixThread:
             return self._engine.adopt(form.part(found, start))
         return self._engine.adopt(form.part(found, found.start), start, end)
 
-    def _written(self, job: WriteJob) -> SegmentPublished | SegmentRejected:
+    def _written(self, job: WriteJob) -> SegmentPublished | SegmentRejected | None:
+        """None: there is no room yet."""
         node, form = job.node, self._form
         began = time.monotonic()
         try:
@@ -204,11 +235,15 @@ class PrefixThread:
                 layout=form.layout,
                 tensors=form.tensors(job.part),
             )
-            result = publish.publish(self._root, draft)
+            result = publish.publish(self._root, draft, limit_bytes=self._limit_bytes, ledger=self._ledger)
         except Exception as error:  # whatever it is, there is just no file
             return SegmentRejected(node.id, "io", f"{type(error).__name__}: {error}")
         if isinstance(result, Published):
             return SegmentPublished(node.id, result.name, result.num_bytes, result.is_new, time.monotonic() - began)
+        if job.patience_ends_at is None:
+            job.patience_ends_at = began + PATIENCE_SECONDS
+        if result.reason == "over_budget" and time.monotonic() < job.patience_ends_at:
+            return None
         return SegmentRejected(node.id, result.reason, result.detail)
 
 

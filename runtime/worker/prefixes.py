@@ -29,7 +29,8 @@ CLOSE_SECONDS: Final = 2.0
 
 
 class Prefixes:
-    def __init__(self, loaded: Loaded, load: Load, send: Callable[[AnyEvent], None]) -> None:
+    def __init__(self, loaded: Loaded, load: Load, send: Callable[[AnyEvent], None], *, ledger: Path | None = None) -> None:
+        """ledger: names the temporary file under way, for who tidies up after a kill."""
         self._send = send
         form = self._form = form_of(loaded)
         has_checkpoints = form is not None and form.has_checkpoints
@@ -39,7 +40,8 @@ class Prefixes:
         self._restorer: Restorer | None = None
         if form is not None:
             if load.prefix_root is not None:
-                self._files = PrefixThread(Path(load.prefix_root), form, loaded.engine)
+                limit_bytes = load.prefix_disk_bytes or None
+                self._files = PrefixThread(Path(load.prefix_root), form, loaded.engine, limit_bytes=limit_bytes, ledger=ledger)
             self._restorer = Restorer(loaded.engine, form, self.memory, self._files, send)
         self._keeper = Keeper(loaded.engine, self.memory, has_checkpoints=has_checkpoints, send=send)
 

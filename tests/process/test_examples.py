@@ -27,7 +27,13 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == {"two_models", "tenant_chat", "shared_prefix", "fake_in_ci"}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        "two_models",
+        "tenant_chat",
+        "shared_prefix",
+        "speculation",
+        "fake_in_ci",
+    }
 
 
 @pytest.mark.anyio
@@ -96,6 +102,17 @@ async def test_users_find_the_prompt_that_the_app_computed_ahead_and_leave_nothi
     assert len(shared) == 1
     assert 0.9 * num_ahead < min(shared) <= num_ahead
     assert last == f"3 found it in memory, 0 in files: {3 * min(shared)} tokens not computed again"
+
+
+@pytest.mark.anyio
+async def test_speculation_gives_the_same_tokens_and_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+    module = example("speculation")
+    await module.main(fake_model("any", reply="la" * 60, decode_seconds_per_step=0.002))
+    plain, quick, same, rounds = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"plain: [\d.]+ tok/s, 0 of 0 proposed tokens accepted", plain)
+    assert re.fullmatch(r"quick: [\d.]+ tok/s, \d+ of \d+ proposed tokens accepted", quick)
+    assert same == "the same tokens"
+    assert re.fullmatch(r"\d+ rounds, \d+ of \d+ proposals right, paired", rounds)
 
 
 FAKE_IN_CI = example("fake_in_ci")

@@ -11,6 +11,7 @@ import pytest
 
 import runtime
 from runtime.protocol.events import Drafted, Verified
+from runtime.scheduler.lanes import Lanes
 from runtime.scheduler.state import SchedulerState
 from runtime.scheduler.stimuli import Instruction, Stimulus, WorkerSaid
 from runtime.testing import FakeScript
@@ -69,6 +70,27 @@ async def test_every_draft_length_and_any_drafter_give_the_tokens_of_plain_decod
         assert accepted["wrong"] == 0
 
 
+async def test_two_cohorts_that_take_turns_give_the_tokens_of_plain_decoding(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lanes, "choose", lambda lanes, num_rows: 2 if num_rows > 1 else 1)
+    asks = _asks(12)
+    async with runtime.Runtime(SETTINGS) as rt:
+        tenants = [rt.tenant("a"), rt.tenant("b")]
+        await rt.load(_target("plain", None))
+        alone = [await run_alone(tenants[0], "plain", ask) for ask in asks]
+        for name in ("twin", "mixed"):
+            await rt.load(runtime.ModelSpec(name, kind="fake", fake=DRAFTERS[name], max_slots=8))
+            await rt.load(_target("target", name, draft_tokens=3))
+            together = await run_together(tenants, "target", asks)
+            assert differences(asks, together, alone) == [], name
+            (pairing,) = rt.stats().scheduler.pairings
+            assert pairing.accepted > 0
+            assert pairing.guests == 0
+            assert (await rt.inspect("target")).running == ()
+            await rt.unload("target")
+
+
 async def test_several_sequences_logprobs_and_texts_are_those_of_plain_decoding(anyio_backend: str) -> None:
     options = {"prompt": "Once upon a time", "max_tokens": 90, "temperature": 1.2, "top_p": 0.9, "seed": 4, "n": 3, "logprobs": 2}
     async with runtime.Runtime(SETTINGS) as rt:
@@ -105,16 +127,18 @@ async def test_a_twin_is_right_every_time_counted_from_the_messages(anyio_backen
 
     monkeypatch.setattr(SchedulerState, "handle", listen)
     async with runtime.Runtime(SETTINGS) as rt:
-        await rt.load(runtime.ModelSpec("twin", kind="fake", fake=FakeScript()))
+        await rt.load(runtime.ModelSpec("twin", kind="fake", fake=DRAFTERS["twin"]))
         await rt.load(_target("target", "twin", draft_tokens=4, draft_ahead=False))
         answer = await rt.tenant("a").generate("target", prompt="Hello", max_tokens=150, ignore_eos=True)
-    ids = list(answer.token_ids)
+        longer = await rt.tenant("a").generate("target", prompt="Hello", max_tokens=170, ignore_eos=True, speculate=False)
+    ids = list(longer.token_ids)
+    assert ids[:150] == list(answer.token_ids)
     assert len(proposals) > 10
     for _, proposed in proposals:
         assert any(ids[place : place + len(proposed)] == list(proposed) for place in range(len(ids))), proposed
     assert num_matched == num_proposed == answer.usage.proposed_tokens == answer.usage.accepted_tokens
     # One token comes with each round beside the accepted ones, and some came before the drafter was ready.
-    assert len(ids) - num_matched >= len(proposals)
+    assert 150 - num_matched >= len(proposals)
 
 
 async def test_the_rounds_stop_where_they_do_not_pay_and_the_loss_is_small(anyio_backend: str) -> None:

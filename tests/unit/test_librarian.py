@@ -96,6 +96,27 @@ async def test_the_dead_are_tidied_up_after_at_the_start(tmp_path: Path) -> None
         assert list((root / "tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("has_models", [True, False])
+async def test_the_dead_are_tidied_up_after_later_too_and_the_living_left_alone(tmp_path: Path, has_models: bool) -> None:
+    left = tmp_path / temporary.TEMPORARY_DIRECTORY / "12345-feedfeedfeedfeed-1000"
+    house = House(tmp_path, scan_seconds=SOON)
+    house.has_models = has_models
+    async with running(house):
+        with temporary.temporary_file(tmp_path) as (_, alive):
+            left.write_bytes(b"x" * 1000)
+            await until(lambda: not left.exists())
+            assert alive.exists()
+
+
+async def test_what_a_worker_was_writing_goes_when_its_death_is_told(tmp_path: Path) -> None:
+    left = tmp_path / temporary.TEMPORARY_DIRECTORY / "12345-feedfeedfeedfeed-1000"
+    async with running(House(tmp_path)) as house:
+        left.parent.mkdir()
+        left.write_bytes(b"x" * 1000)
+        house.librarian.worker_died()
+        await until(lambda: not left.exists())
+
+
 async def test_a_directory_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     async with running(House(tmp_path / "home" / "prefix", scan_seconds=SOON)) as house:
         await until(lambda: len(house.seen) > 2)

@@ -121,7 +121,7 @@ def test_each_segment_has_a_row_least_recently_used_first(shelf: Shelf) -> None:
     assert [row["age_seconds"] // DAY_SECONDS for row in rows] == [2, 1, 3]
     assert rows[0]["unused_seconds"] == rows[0]["age_seconds"]
     assert rows[2]["unused_seconds"] < DAY_SECONDS
-    assert [row["bytes"] for row in rows] == [path.stat().st_size + hits.MAX_BYTES for path in (child, common, parent)]
+    assert [row["bytes"] for row in rows] == [path.stat().st_size + hits.RESERVED_BYTES for path in (child, common, parent)]
     assert [line.split() for line in shelf.say("ls").splitlines()] == [
         ["model", "tenant", "tokens", "size", "hits", "unused", "age"],
         f"{fingerprint()[:12]} alice 256..768 0.0 MB 0 2 d 2 d".split(),

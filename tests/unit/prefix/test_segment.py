@@ -372,3 +372,13 @@ def test_the_shared_scope_works_like_any_other(tmp_path: Path) -> None:
     assert isinstance(publish.publish(tmp_path, original), Published)
     assert contents(read(tmp_path, original)) == written(original)
     assert miss(tmp_path, draft(PROMPT, 0, B, scope=ALICE)).reason == "absent"
+
+
+@pytest.mark.parametrize("layout", [DENSE_LAYOUT, MIXED_LAYOUT, STATE_LAYOUT])
+def test_a_header_takes_hardly_less_than_was_foretold_and_never_more(layout: Layout, tmp_path: Path) -> None:
+    head_bytes, block_head_bytes = segment.most_head_bytes(layout)
+    prompt = tokens(70 * B)
+    for start, end in [(0, B), (0, 2 * B), (B, 2 * B), (0, 64 * B), (3 * B, 70 * B)]:
+        made = published(tmp_path, draft(prompt, start, end, layout=layout))
+        foretold = head_bytes + (end - start) // B * block_head_bytes
+        assert 0 <= foretold - len(head_of(made.path.read_bytes())) <= 512

@@ -45,7 +45,7 @@ def test_other_rows_step_on_while_a_file_is_read(tmp_path: Path, monkeypatch: py
     has_ended = threading.Event()
     read = restore.read
 
-    def slow(*arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         assert has_ended.wait(WAIT_SECONDS), "the other row waited for the file"
         return read(*arguments)
 
@@ -69,7 +69,7 @@ def test_other_rows_step_on_while_a_file_is_read(tmp_path: Path, monkeypatch: py
 def test_a_read_that_raises_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     segments = published(tmp_path)
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise error
 
     monkeypatch.setattr(restore, "read", fail)
@@ -79,7 +79,7 @@ def test_a_read_that_raises_is_a_miss(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_write_that_raises_is_a_rejection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         raise MemoryError("none left")
 
     monkeypatch.setattr(publish, "publish", fail)
@@ -88,6 +88,31 @@ def test_a_write_that_raises_is_a_rejection(tmp_path: Path, monkeypatch: pytest.
     rejected = [event for event in stage.run() if isinstance(event, SegmentRejected)]
     assert [event.reason for event in rejected] == ["io"] * 3
     assert "none left" in rejected[0].detail
+
+
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_a_file_waits_for_room_a_while(is_deleted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes = 1 << 20
+    old = tmp_path / "v1" / "other model" / "ab" / f"{'ab' * 32}.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(limit_bytes))
+    write, times = publish.publish, [0]
+
+    def writing(*arguments: Any, **options: Any) -> Any:
+        times[0] += 1
+        if is_deleted and times[0] == 5:
+            old.unlink()
+        return write(*arguments, **options)
+
+    monkeypatch.setattr(publish, "publish", writing)
+    monkeypatch.setattr(prefix_io, "PATIENCE_SECONDS", WAIT_SECONDS if is_deleted else 0.1)
+    stage = Phases(load_fake(), [start(1, PROMPT)], root=tmp_path, prefix_disk_bytes=limit_bytes)
+    stage.channel.on_send = publish_all
+    events = stage.run()
+    assert sum(isinstance(event, SegmentPublished) for event in events) == (3 if is_deleted else 0)
+    rejected = [event.reason for event in events if isinstance(event, SegmentRejected)]
+    assert rejected == ([] if is_deleted else ["over_budget"] * 3)
+    assert times[0] > 5
 
 
 def test_little_may_wait_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,15 +135,15 @@ def test_reads_go_before_writes_and_the_file_at_hand_is_finished(tmp_path: Path,
         ask(self, job)
         may_write.set()
 
-    def reading(*arguments: Any) -> Any:
+    def reading(*arguments: Any, **options: Any) -> Any:
         order.append("read")
         return read(*arguments)
 
-    def writing(*arguments: Any) -> Any:
+    def writing(*arguments: Any, **options: Any) -> Any:
         has_begun.set()
         assert may_write.wait(WAIT_SECONDS)
         order.append("write")
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(restore, "read", reading)
     monkeypatch.setattr(publish, "publish", writing)
@@ -146,9 +171,9 @@ def test_the_rest_is_dropped_when_the_worker_ends(tmp_path: Path, monkeypatch: p
     is_closing = threading.Event()
     write, close = publish.publish, prefix_io.PrefixThread.close
 
-    def writing(*arguments: Any) -> Any:
+    def writing(*arguments: Any, **options: Any) -> Any:
         assert is_closing.wait(WAIT_SECONDS)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     def closing(self: prefix_io.PrefixThread, grace_seconds: float) -> None:
         threading.Timer(0.05, is_closing.set).start()
