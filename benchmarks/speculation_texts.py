@@ -14,7 +14,6 @@ from benchmarks.speculation_bench import Bench, rotated
 LOOKUP = Target("ratio", at_least=1.3)
 CHATS = (
     "Explain in a few sentences why the sky is blue.",
-    "Write a short note that thanks a neighbour for watering the plants.",
     "Name three animals that live in the sea and say what they eat.",
 )
 REPEATING = (
@@ -88,7 +87,7 @@ async def _beside_plain(
     equal: list[float] = []
     for number in range(-1, bench.num_runs):
         runs: dict[str, list[Run]] = {}
-        for model in rotated(list(rates), max(number, 0)):
+        for model in rotated(list(rates), number) if number >= 0 else [side]:
             before = bench.pairing(side)
             runs[model] = []
             for chat in chats:
