@@ -74,8 +74,8 @@ class PairingStats:
     state: "waiting" for the drafter or the target to be loaded, "refused", "away" (the drafter was late), or "paired". reason: why
     they are not paired, where an app can mend it. guests: sequences that the drafter holds. rounds: drafts verified; proposed,
     accepted: tokens of them. ahead, ahead_hits: drafts made while the target verified, and those that could be used. late: rounds
-    that the drafter did not answer in time. Seconds that rounds waited: for drafts (next to nothing when made ahead), for the verify
-    step, and for what neither explains, messages and scheduling. controller: what it measured and chose, by batch size.
+    that the drafter did not answer in time. Seconds that rounds waited: for drafts (next to nothing when made ahead), for verify
+    steps, and for what neither explains, messages and scheduling. controller: what it measured and chose, by batch size.
     """
 
     target: str
