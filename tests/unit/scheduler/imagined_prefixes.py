@@ -18,7 +18,7 @@ from runtime.protocol.events import Kept, KeptNode, Restored, SegmentMiss, Segme
 from runtime.protocol.ids import SequenceId
 from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.following import common_length
-from tests.unit.scheduler.imagined_worker import ImaginedWorker, ImaginedRow
+from tests.unit.scheduler.imagined_worker import ImaginedRow, ImaginedWorker
 
 
 @dataclass
