@@ -74,7 +74,7 @@ def whole_output(text: str, seed: int, max_length: int) -> tuple[list[int], Fini
 
 
 @dataclass
-class _Row:
+class ImaginedRow:
     start: PrefillRow
     context: list[int]
     limit: int
@@ -94,7 +94,7 @@ class ImaginedWorker:
     commands: deque[AnyCommand] = field(default_factory=deque)
     text_events: deque[AnyEvent] = field(default_factory=deque)
     step_events: deque[AnyEvent] = field(default_factory=deque)
-    rows: dict[SequenceId, _Row] = field(default_factory=dict)
+    rows: dict[SequenceId, ImaginedRow] = field(default_factory=dict)
     preparing: dict[RequestId, str] = field(default_factory=dict)
     seen: set[SequenceId] = field(default_factory=set)
     num_steps: int = 0
@@ -112,7 +112,7 @@ class ImaginedWorker:
                 for row in rows:
                     assert row.sequence not in self.seen, "an id came twice"
                     self.seen.add(row.sequence)
-                    self.rows[row.sequence] = _Row(row, row.tokens.tolist(), row.limit, row.hold)
+                    self.rows[row.sequence] = ImaginedRow(row, row.tokens.tolist(), row.limit, row.hold)
                 num_guests = sum(row.start.hold for row in self.rows.values())
                 assert max(num_guests, len(self.rows) - num_guests) <= self.max_slots, "more sequences than slots"
             case Grant(limits=limits):
@@ -158,7 +158,7 @@ class ImaginedWorker:
             case other:
                 raise AssertionError(f"a command the scheduler never sends: {other}")
 
-    def _numbered(self, sequence: SequenceId, number: int) -> _Row:
+    def _numbered(self, sequence: SequenceId, number: int) -> ImaginedRow:
         row = self.rows[sequence]
         assert number > row.number, "numbers only rise"
         row.number = number
@@ -228,14 +228,14 @@ class ImaginedWorker:
             row.context += proposed[:-1]
             self.step_events.append(Drafted((DraftedRow(sequence, order.number, tuple(proposed)),), (), 0.01))
 
-    def _guess(self, row: _Row, count: int, chance: random.Random) -> list[int]:
+    def _guess(self, row: ImaginedRow, count: int, chance: random.Random) -> list[int]:
         proposed: list[int] = []
         for _ in range(count):
             is_right = chance.random() < 0.85
             proposed.append(next_token([*row.context, *proposed], row.start.sampling.seed) if is_right else 250)
         return proposed
 
-    def _verify(self, sequence: SequenceId, row: _Row, chance: random.Random) -> VerifiedRow:
+    def _verify(self, sequence: SequenceId, row: ImaginedRow, chance: random.Random) -> VerifiedRow:
         asked, row.asked = row.asked, None
         assert asked is not None
         base = len(row.context)
@@ -254,7 +254,7 @@ class ImaginedWorker:
         text = "".join(step.text for step in steps)
         return VerifiedRow(asked.number, len(proposed), num_matched, StepRow(sequence, base, tokens, text, steps[-1].finish))
 
-    def _decode(self, sequence: SequenceId, row: _Row) -> StepRow:
+    def _decode(self, sequence: SequenceId, row: ImaginedRow) -> StepRow:
         index, token = len(row.context), next_token(row.context, row.start.sampling.seed)
         if token == END_TOKEN:
             del self.rows[sequence]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from runtime.errors import (
     WorkerCrashed,
 )
 from runtime.protocol.commands import Sampling, TextPrompt
-from runtime.protocol.events import AnyEvent, Drafted, Verified
+from runtime.protocol.events import AnyEvent, Drafted, ModelFacts, Verified
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, TenantId
 from runtime.scheduler.request import Request, sequence_seed
 from runtime.scheduler.stimuli import (
@@ -37,29 +38,21 @@ from runtime.scheduler.stimuli import (
     WorkerSaid,
     WorkerUp,
 )
+from tests.unit.scheduler.cast import CONTEXT, DRAFTERS, MODELS, TENANTS
 from tests.unit.scheduler.house import House, crash, facts
 from tests.unit.scheduler.imagined_worker import FAILING_SEED, REFUSED_TEXT, ImaginedWorker, tokenize, whole_output
-
-MODELS = {ModelName("one"): 1, ModelName("four"): 4}
-DRAFTERS: dict[str, dict[str, str]] = {
-    "none": {},
-    "lookup": {"four": "lookup", "one": "lookup"},
-    "small": {"four": "one"},
-    "large": {"one": "four"},
-    "each other": {"one": "four", "four": "one"},
-}
-TENANTS = ("a", "b", "c")
-CONTEXT = 60
 
 
 class Drama:
     """Two models with imagined workers, three tenants, and chance."""
 
+    context = CONTEXT
+
     def __init__(self, seed: int, window_tokens: int, max_queued: int, drafters: str = "none") -> None:
         self.chance = random.Random(seed)
         self.drafters = DRAFTERS[drafters]
         self.seen: Counter[str] = Counter()
-        self.house = House(Settings(stream_window_tokens=window_tokens, max_queued=max_queued, prefill_batch_tokens=40))
+        self.house = self.build(stream_window_tokens=window_tokens, max_queued=max_queued)
         self.requests: dict[RequestId, Request] = {}
         self.workers: dict[ModelName, ImaginedWorker] = {}
         self.incarnations: Counter[ModelName] = Counter()
@@ -71,13 +64,19 @@ class Drama:
         for model in MODELS:
             self.add(model)
 
+    def build(self, **options: Any) -> House:
+        return House(Settings(prefill_batch_tokens=40, **options))
+
+    def hire(self, model: ModelName) -> tuple[ImaginedWorker, ModelFacts]:
+        return ImaginedWorker(MODELS[model]), facts(self.context)
+
     def add(self, model: ModelName) -> None:
         self.house.do(ModelAdded(model, MODELS[model], self.drafters.get(model), 3, self.chance.choice([None, False, True])))
 
     # -- what may happen ---------------------------------------------------------------------------------------------
 
-    def act(self) -> None:
-        actions = (
+    def actions(self) -> list[tuple[Callable[[], None], float]]:
+        return [
             (self.submit, 6),
             (self.work, 30),
             (self.listen, 30),
@@ -90,16 +89,18 @@ class Drama:
             (self.arrive, 3),
             (self.unload, 0.1),
             (self.retune, 0.3),
-        )
-        chosen = self.chance.choices([action for action, _ in actions], [weight for _, weight in actions])[0]
-        chosen()
+        ]
+
+    def act(self) -> None:
+        actions, weights = zip(*self.actions(), strict=True)
+        self.chance.choices(actions, weights)[0]()
         self.pass_on()
 
-    def submit(self) -> None:
-        chance, request_id = self.chance, RequestId(1 + len(self.requests) + self.num_rejected)
+    def invent(self, request_id: RequestId) -> Request:
+        chance = self.chance
         length = chance.choice([1, 2, 5, 17, 30, CONTEXT - 1, CONTEXT])
         text = REFUSED_TEXT if chance.random() < 0.03 else "".join(chance.choices("abcdefgh", k=length))
-        request = Request(
+        return Request(
             id=request_id,
             tenant=TenantId(chance.choice(TENANTS)),
             model=chance.choice(list(MODELS)),
@@ -112,6 +113,10 @@ class Drama:
             windowed=chance.random() < 0.7,
             speculate=chance.choice([None, None, None, False]),
         )
+
+    def submit(self) -> None:
+        request_id = RequestId(1 + len(self.requests) + self.num_rejected)
+        request = self.invent(request_id)
         answer = self.house.do(Submit(request))[0]
         if isinstance(answer, Reject):
             assert isinstance(answer.error, AdmissionError | ModelNotLoaded)
@@ -179,11 +184,10 @@ class Drama:
             self.house.do(WorkerLost(model, Incarnation(incarnation), crash(model, incarnation), None, True))
 
     def arrive(self) -> None:
-        for model, slots in MODELS.items():
-            if model not in self.workers:
-                self.workers[model] = ImaginedWorker(slots)
-                self.incarnations[model] += 1
-                self.house.do(WorkerUp(model, Incarnation(self.incarnations[model]), facts(CONTEXT)))
+        for model in [model for model in MODELS if model not in self.workers]:
+            self.workers[model], found = self.hire(model)
+            self.incarnations[model] += 1
+            self.house.do(WorkerUp(model, Incarnation(self.incarnations[model]), found))
 
     def unload(self) -> None:
         model = self.chance.choice(list(MODELS))
@@ -243,7 +247,7 @@ class Drama:
         assert isinstance(request.prompt, TextPrompt)
         prompt = tokenize(request.prompt.text)
         assert outcome.prompt_tokens.tolist() in ([], prompt)
-        max_length = min(len(prompt) + request.max_tokens, CONTEXT)
+        max_length = min(len(prompt) + request.max_tokens, self.context)
         for number in range(request.num_sequences):
             expected, reason = whole_output(request.prompt.text, sequence_seed(request.sampling.seed, number), max_length)
             pieces = [piece for piece in self.house.pieces[request_id] if piece.number == number]
