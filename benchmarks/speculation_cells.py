@@ -82,7 +82,7 @@ async def matrix(bench: Bench) -> list[Figure]:
 
 async def _measure(bench: Bench, cell: Cell, prompts: list[str], drafter: str) -> None:
     asks = [{"prompt": prompt, "ignore_eos": True} for prompt in prompts]
-    num_tokens = 24 if bench.is_quick else 48 if cell.ratio > 4 else 80
+    num_tokens = 48 if bench.is_quick or cell.ratio > 4 else 80
     for side in cell.rates:
         if side != MLX:
             await bench.crowd(side, asks, num_tokens if side == "auto" else _NUM_WARM_UP_TOKENS)  # "auto" has most to learn
@@ -116,7 +116,7 @@ async def _measure(bench: Bench, cell: Cell, prompts: list[str], drafter: str) -
         for stats in bench.pairing("auto").controller
     ]
     bench.facts.setdefault("acceptance by position", {})[cell.name] = [
-        round(share, 3) for share in bench.pairing("sequential").controller[-1].acceptance[:NUM_DRAFT_TOKENS]
+        [round(share, 3) for share in stats.acceptance[:NUM_DRAFT_TOKENS]] for stats in bench.pairing("sequential").controller[-1:]
     ]
 
 

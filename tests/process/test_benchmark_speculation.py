@@ -46,11 +46,13 @@ def test_a_quick_run_measures_every_part(report: dict[str, Any]) -> None:
 
 
 def test_acceptance_is_what_the_pairing_was_made_for(report: dict[str, Any]) -> None:
-    accepted = {
-        figure["name"]: figure["subject"]["median"] for figure in report["figures"] if figure["name"].endswith(": accepted")
-    }
-    assert accepted["acceptance 1, cost 1/3, batch 1: accepted"] == 1.0
-    assert accepted["acceptance 0, cost 1/3, batch 1: accepted"] < 0.2
+    """In cells where the drafter had read the prompt before the answer was over."""
+    accepted: dict[str, list[float]] = {"1": [], "0": []}
+    for figure in report["figures"]:
+        if figure["part"] == "a" and figure["name"].endswith(": accepted"):
+            accepted[figure["name"].removeprefix("acceptance ")[0]] += figure["subject"]["runs"]
+    assert set(accepted["1"]) == {1.0}
+    assert max(accepted["0"]) < 0.2
 
 
 def test_a_shared_drafter_is_lossless_and_guesses_as_mlx_lm_counts(report: dict[str, Any]) -> None:
