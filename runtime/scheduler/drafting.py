@@ -253,6 +253,11 @@ class DraftLength:
 
     def _probe(self, now: _BatchClass) -> None:
         """Try again, unless it could only be lost or the account does not hold what it may cost."""
+        if not self._measured.is_known:  # its first round ever was late
+            if self._account_steps > 0:
+                now.num_probes += 1
+                now.enter("probing", 1)
+            return
         if not self._outlook(now).has_potential and now.num_since < _HOPELESS_DISTANCE:
             return
         self._measured.doubt()

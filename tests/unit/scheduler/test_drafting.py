@@ -283,3 +283,22 @@ def test_from_one_size_alone_cost_is_taken_to_grow_with_size() -> None:
 def test_nothing_measured_is_nothing_known() -> None:
     with pytest.raises(ValueError, match="measure one size first"):
         CostTable().estimates([1])
+
+
+@pytest.mark.parametrize("num_late", [1, 3])
+def test_a_drafter_that_is_late_before_anything_was_measured_is_tried_again_within_the_account(num_late: int) -> None:
+    controller = DraftLength()
+    num_tries = 0
+    for _ in range(3000):
+        if controller.choose(1) == 0:
+            controller.note_plain(1, 0.1)
+        elif num_tries < num_late:
+            num_tries += 1
+            controller.note_late(1, 0.5)
+        else:
+            controller.note_round(
+                controller.choose(1), [RowRound(1, 1, 1)], draft_seconds=0.01, verify_seconds=0.1, wire_seconds=0.001
+            )
+    assert num_tries == num_late
+    assert controller.choose(1) > 0
+    assert controller.stats()[0].lost_seconds == pytest.approx(0.5 * num_late, abs=0.5)
