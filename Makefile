@@ -28,10 +28,10 @@ check: $(STAMP)
 	$(VENV)/bin/mypy
 	$(PYTHON) -m pytest -q tests/unit/test_arrows.py
 
-# Equality tests need MLX's own reference BLAS in the test process, hence no preload; nothing may ask a model hub. Two files of tests
+# Equality tests need MLX's own reference BLAS in the test process, hence no preload; nothing may ask a model hub. Two tests
 # at a time: one computes while the other waits for a process to begin or end.
 test: check model
-	env -u LD_PRELOAD HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -n 2 --dist loadfile
+	env -u LD_PRELOAD HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -n 2 --dist worksteal
 
 bench: model
 	$(PYTHON) -m benchmarks.overhead

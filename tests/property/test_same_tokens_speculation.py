@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.limit(300)]
 
 DRAFT_TOKENS = {"llama": (1, 3, 6, 8), "gemma3_text": (2, 3, 7, 8), "lfm2": (1, 4, 7)}
 """All lengths on every family is what the fake engine is for."""
+SOLO = (0, 3, 7)
 SETTINGS = runtime.Settings(blas="reference", stream_window_tokens=8, prefill_chunk_tokens=64, prefix_disk_bytes=0)
 
 
@@ -135,7 +136,7 @@ async def test_one_drafter_serves_two_targets_at_once_and_a_row_is_guessed_alike
     prompts = [[32 + (number * 13 + place * place) % 90 for place in range(5 + number * 7)] for number in range(8)]
 
     async def ask(tenant: runtime.Tenant, model: str, number: int) -> runtime.Completion:
-        return await tenant.generate(model, tokens=prompts[number], max_tokens=120, ignore_eos=True, cache="off")
+        return await tenant.generate(model, tokens=prompts[number], max_tokens=200, ignore_eos=True, cache="off")
 
     async with runtime.Runtime(SETTINGS) as rt:
         await rt.load(runtime.ModelSpec("drafter", str(drafter), max_slots=16))
@@ -144,7 +145,7 @@ async def test_one_drafter_serves_two_targets_at_once_and_a_row_is_guessed_alike
             await rt.load(runtime.ModelSpec(name, str(path), drafter="drafter", draft_tokens=3, draft_ahead=False))
         tenant = rt.tenant("a", runtime.TenantSpec(max_running=32))
         plain = {(name, n): await ask(tenant, f"plain {name}", n) for name in ("left", "right") for n in range(8)}
-        alone = {(name, n): await ask(tenant, name, n) for name in ("left", "right") for n in range(8)}
+        alone = {(name, n): await ask(tenant, name, n) for name in ("left", "right") for n in SOLO}
         together: dict[tuple[str, int], runtime.Completion] = {}
 
         async def join(name: str, number: int) -> None:
@@ -155,15 +156,16 @@ async def test_one_drafter_serves_two_targets_at_once_and_a_row_is_guessed_alike
                 group.start_soon(join, name, number)
         left, right = rt.stats().scheduler.pairings
     for key, answer in plain.items():
-        assert answer.token_ids == alone[key].token_ids == together[key].token_ids, key
+        assert answer.token_ids == together[key].token_ids, key
+        assert key not in alone or answer.token_ids == alone[key].token_ids, key
     assert left.accepted > right.accepted
 
     def rate(answers: dict[tuple[str, int], runtime.Completion], name: str) -> float:
-        usages = [answers[name, number].usage for number in range(8)]
+        usages = [answers[name, number].usage for number in SOLO]
         return sum(usage.accepted_tokens for usage in usages) / sum(usage.proposed_tokens for usage in usages)
 
     for name in ("left", "right"):
-        assert rate(together, name) == pytest.approx(rate(alone, name), abs=0.08)
+        assert rate(together, name) == pytest.approx(rate(alone, name), abs=0.1)
 
 
 async def test_a_drafter_of_another_vocabulary_is_refused_with_a_reason(tmp_path: Path) -> None:
