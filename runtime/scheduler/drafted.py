@@ -85,12 +85,16 @@ def _end_round(pairing: Pairing, round: Round, now: float) -> None:
     counts.verify_seconds += round.verify_seconds
     counts.wire_seconds += wire_seconds + max(0.0, draft_seconds - round.drafter_seconds)
     elapsed = now - max(round.began_at, round.began_at if last_end is None else last_end)  # lanes overlap
-    pairing.lanes.note(round.num_all_rows, round.num_lanes, round.num_made, elapsed, draft_seconds / max(elapsed, 1e-9))
+    is_trial = pairing.lanes.is_trial(round.num_all_rows)
+    promise = pairing.controller.turns_gain(round.num_all_rows)
+    pairing.lanes.note(round.num_all_rows, round.num_lanes, round.num_made, elapsed, promise)
     if round.num_lanes == 1:
         _tell(pairing, round, round.rows, draft_seconds, round.verify_seconds, wire_seconds)
         pairing.turn.clear()
         pairing.turn_seconds = 0.0
         return
+    if is_trial:
+        return  # what the controller knows of one cohort is not to be mixed with what may not stay
     # Of two lanes the controller is told what both did in a turn of each, and how long that took: nobody waited for a draft.
     pairing.turn += round.rows
     pairing.turn_seconds += elapsed

@@ -181,6 +181,13 @@ class DraftLength:
         if now.state != "fixed":
             self._turn_off(now)
 
+    def turns_gain(self, num_rows: int) -> float:
+        """See `Measured.turns_gain`; -1 as long as too little was measured. :raises ValueError: no rows."""
+        now = self._class(num_rows)
+        if not (self._measured.is_known and now.draft and now.plain.num and now.length):
+            return -1.0
+        return self._measured.turns_gain(num_rows, now.length, now.plain.value, now.draft)
+
     def chance(self, num_tokens: int) -> float:
         """That so many tokens guessed in a row are right: 1 as long as nothing was measured."""
         chance = 1.0

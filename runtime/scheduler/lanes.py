@@ -1,7 +1,7 @@
 """One cohort, or two that take turns, the one drafting while the other verifies? Whichever made more tokens a second. Pure.
 
 Two cohorts keep both processes busy without a wasted draft, but halve the verify batch (compare MineDraft, arXiv 2603.18016). Which
-wins depends on batch size and costs, so both are tried where drafting takes a good part of a round.
+wins depends on batch size and costs, so both are tried where two are reckoned to win.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 MIN_ROWS: Final = 4
-DRAFT_SHARE: Final = 0.15
-"""Of a round: what two cohorts could save at most."""
+PROMISE: Final = 0.05
+"""Least gain, as reckoned, worth trying two for."""
 TRIAL_ROUNDS: Final = 12
+HOPELESS_ROUNDS: Final = 4
+HOPELESS: Final = 0.85
+"""A trial ends after so many rounds already when it makes less than this share."""
 MARGIN: Final = 1.02
 FIRST_DISTANCE: Final = 24
 LAST_DISTANCE: Final = 768
@@ -41,7 +44,6 @@ class _BatchClass:
     is_trial: bool = False
     num_rounds: int = 0
     distance: int = FIRST_DISTANCE
-    draft_share: float = 0.0
     rates: dict[int, _Rate] = field(default_factory=lambda: {1: _Rate(), 2: _Rate()})
 
 
@@ -56,21 +58,26 @@ class Lanes:
         known = self._classes.get((num_rows - 1).bit_length())
         return 1 if known is None or num_rows < MIN_ROWS else known.num_lanes
 
-    def note(self, num_rows: int, num_lanes: int, num_tokens: int, seconds: float, draft_share: float) -> None:
-        """A round, of `num_rows` rows in all lanes, made so many tokens since the round before. draft_share: of its time waited for
-        drafts (of rounds in one lane alone)."""
+    def is_trial(self, num_rows: int) -> bool:
+        """What is chosen now is only being tried."""
+        known = self._classes.get((num_rows - 1).bit_length())
+        return known is not None and known.is_trial
+
+    def note(self, num_rows: int, num_lanes: int, num_tokens: int, seconds: float, promise: float) -> None:
+        """A round, of `num_rows` rows in all lanes, made so many tokens since the round before. promise: what two lanes are
+        reckoned to make more, as a share."""
         if num_rows < MIN_ROWS:
             return
         now = self._classes.setdefault((num_rows - 1).bit_length(), _BatchClass())
         now.rates[num_lanes].note(num_tokens, seconds)
-        if num_lanes == 1:
-            now.draft_share += (draft_share - now.draft_share) / 8
         if num_lanes != now.num_lanes:
             return  # begun before the change
         now.num_rounds += 1
-        if now.is_trial and now.num_rounds >= TRIAL_ROUNDS:
+        other = now.rates[3 - num_lanes].value
+        is_hopeless = now.num_rounds >= HOPELESS_ROUNDS and now.rates[num_lanes].value < HOPELESS * other
+        if now.is_trial and (now.num_rounds >= TRIAL_ROUNDS or is_hopeless):
             self._judge(now)
-        elif not now.is_trial and now.num_rounds >= now.distance and (num_lanes == 2 or now.draft_share >= DRAFT_SHARE):
+        elif not now.is_trial and now.num_rounds >= now.distance and (num_lanes == 2 or promise >= PROMISE):
             now.is_trial, now.num_lanes, now.num_rounds = True, 3 - num_lanes, 0
             now.rates[now.num_lanes] = _Rate()
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.scheduler.lanes import FIRST_DISTANCE, TRIAL_ROUNDS, Lanes
+from runtime.scheduler.lanes import FIRST_DISTANCE, HOPELESS_ROUNDS, TRIAL_ROUNDS, Lanes
 from tests.unit.scheduler.pair import Pair
 
 
-def _play(lanes: Lanes, num_rounds: int, *, num_rows: int, seconds: dict[int, float], draft_share: float = 0.4) -> list[int]:
+def _play(lanes: Lanes, num_rounds: int, *, num_rows: int, seconds: dict[int, float], promise: float = 0.3) -> list[int]:
     chosen = []
     for _ in range(num_rounds):
         num_lanes = lanes.choose(num_rows)
         chosen.append(num_lanes)
-        lanes.note(num_rows, num_lanes, num_rows // num_lanes, seconds[num_lanes] / num_lanes, draft_share)
+        lanes.note(num_rows, num_lanes, num_rows // num_lanes, seconds[num_lanes] / num_lanes, promise)
     return chosen
 
 
@@ -30,10 +30,15 @@ def test_they_are_tried_ever_more_rarely_where_they_are_slower() -> None:
     assert 0 < chosen.count(2) <= 6 * TRIAL_ROUNDS
 
 
-@pytest.mark.parametrize(("num_rows", "draft_share"), [(3, 0.4), (8, 0.05)])
-def test_few_rows_and_cheap_drafts_stay_in_one_lane(num_rows: int, draft_share: float) -> None:
-    chosen = _play(Lanes(), 300, num_rows=num_rows, seconds={1: 1.0, 2: 0.1}, draft_share=draft_share)
+@pytest.mark.parametrize(("num_rows", "promise"), [(3, 0.4), (8, 0.02)])
+def test_few_rows_and_small_promises_stay_in_one_lane(num_rows: int, promise: float) -> None:
+    chosen = _play(Lanes(), 300, num_rows=num_rows, seconds={1: 1.0, 2: 0.1}, promise=promise)
     assert set(chosen) == {1}
+
+
+def test_a_trial_that_is_far_slower_ends_early() -> None:
+    chosen = _play(Lanes(), FIRST_DISTANCE + 10, num_rows=8, seconds={1: 0.5, 2: 1.0})
+    assert chosen.count(2) == HOPELESS_ROUNDS
 
 
 def test_in_two_lanes_one_half_verifies_while_the_other_drafts() -> None:
