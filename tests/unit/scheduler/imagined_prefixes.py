@@ -177,7 +177,7 @@ class PrefixWorker(ImaginedWorker):
                 self.nodes[number] = _Node(secret, context[:end], start)
                 nodes.append(KeptNode(number, start, end, 1000))
         memory.told = edges[-1] if edges else memory.told
-        if memory.pins:
+        if memory.pins and length:
             self.pinned[sequence] = memory.prefix.scope
         self.step_events.append(Kept(sequence, length, tuple(nodes), length if memory.pins else 0))
 
