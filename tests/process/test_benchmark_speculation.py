@@ -19,49 +19,26 @@ from benchmarks.speculation_shared import num_proposed_and_accepted
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of one quick run, which also wrote it to a file."""
-    output = tmp_path_factory.mktemp("benchmark") / "report.json"
-    cells = ["--ratios", "3", "--acceptances", "1,0", "--batches", "1,2"]
+def test_a_quick_run_measures_and_judges(tmp_path: Path) -> None:
+    """Two parts of it, on tiny models. What a shared drafter does is shown in tests/property."""
+    output = tmp_path / "report.json"
+    cells = ["--only", "a,c", "--ratios", "3", "--acceptances", "1", "--batches", "1,2"]
     command = [sys.executable, "-m", "benchmarks.speculation", "--quick", *cells, "--output", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170.0, check=False)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert json.loads(output.read_text(encoding="utf-8")) == found
-    return found
-
-
-def test_a_quick_run_measures_every_part(report: dict[str, Any]) -> None:
-    assert {figure["part"] for figure in report["figures"]} == set(speculation.PARTS)
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert json.loads(output.read_text(encoding="utf-8")) == report
+    assert {figure["part"] for figure in report["figures"]} == {"a", "c"}
     for figure in report["figures"]:
         assert figure["subject"]["runs"], figure
         assert (figure["met"] is None) == ("target" not in figure), figure
     sides = {(run["cell"], run["side"]) for run in report["runs"] if run["part"] == "a"}
-    for acceptance in ("1", "0"):
-        for batch in (1, 2):
-            cell = f"acceptance {acceptance}, cost 1/3, batch {batch}"
-            expected = {"plain", "sequential", "ahead", "auto"} | ({"mlx-lm"} if batch == 1 else set())
-            assert {side for name, side in sides if name == cell} - {"drafter"} == expected
-
-
-def test_acceptance_is_what_the_pairing_was_made_for(report: dict[str, Any]) -> None:
-    """In cells where the drafter had read the prompt before the answer was over."""
-    accepted: dict[str, list[float]] = {"1": [], "0": []}
-    for figure in report["figures"]:
-        if figure["part"] == "a" and figure["name"].endswith(": accepted"):
-            accepted[figure["name"].removeprefix("acceptance ")[0]] += figure["subject"]["runs"]
-    assert set(accepted["1"]) == {1.0}
-    assert max(accepted["0"]) < 0.2
-
-
-def test_a_shared_drafter_is_lossless_and_guesses_as_mlx_lm_counts(report: dict[str, Any]) -> None:
-    judged = [figure for figure in report["figures"] if figure["part"] == "d" and "target" in figure]
-    assert len(judged) == 8
-    assert all(figure["met"] for figure in judged), judged
-    by_row = {figure["name"]: figure["subject"]["runs"] for figure in report["figures"] if "row by row" in figure["name"]}
-    assert set(by_row["equal pair: accepted, row by row"]) - {0.0} == {1.0}  # 0 of a row that was over before its drafter was ready
-    assert 0 < min(by_row["noisy pair: accepted, row by row"]) < 1
+    for batch in (1, 2):
+        cell = f"acceptance 1, cost 1/3, batch {batch}"
+        expected = {"plain", "sequential", "ahead", "auto"} | ({"mlx-lm"} if batch == 1 else set())
+        assert {side for name, side in sides if name == cell} - {"drafter"} == expected
+    accepted = [figure for figure in report["figures"] if figure["part"] == "a" and figure["name"].endswith(": accepted")]
+    assert all(set(figure["subject"]["runs"]) == {1.0} for figure in accepted)
 
 
 def test_an_unknown_part_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.limit(300)]
 DRAFT_TOKENS = {"llama": (1, 3, 6, 8), "gemma3_text": (2, 3, 7, 8), "lfm2": (1, 4, 7)}
 """All lengths on every family is what the fake engine is for."""
 SOLO = (0, 3, 7)
+NUM_CROWD_TOKENS = 450
+"""A crowd of tiny rows says much before its drafter has read all their prompts."""
 SETTINGS = runtime.Settings(blas="reference", stream_window_tokens=8, prefill_chunk_tokens=64, prefix_disk_bytes=0)
 
 
@@ -100,6 +102,7 @@ async def test_of_a_twin_every_proposal_is_right_and_prefixes_on_either_side_cha
             await rt.load(runtime.ModelSpec(name, str(checkpoint)))
         await rt.load(runtime.ModelSpec("target", str(checkpoint), drafter="twin", draft_tokens=4))
         tenant = rt.tenant("a")
+        num_proposed = 0
         for number, temperature in enumerate((0.0, 0.7, 1.2)):
             options = {
                 "tokens": prompt[: 290 + number],
@@ -119,10 +122,12 @@ async def test_of_a_twin_every_proposal_is_right_and_prefixes_on_either_side_cha
                 assert answer.logprobs == plain.logprobs
                 assert answer.text == plain.text
                 usage = answer.usage
-                assert usage.accepted_tokens == usage.proposed_tokens > 8
+                assert usage.accepted_tokens == usage.proposed_tokens
+                num_proposed += usage.proposed_tokens
                 # One free token to begin with, then rounds of at most five.
                 assert usage.completion_tokens - usage.accepted_tokens >= 161 // 5
                 assert usage.cached_tokens >= 256 or not is_warm
+        assert num_proposed > 50
         with pytest.raises(runtime.InvalidRequest, match="speculate"):
             await tenant.generate("plain", prompt="x", speculate=True)
         without = await tenant.generate("target", tokens=prompt, max_tokens=20, speculate=False)
@@ -135,8 +140,8 @@ async def test_one_drafter_serves_two_targets_at_once_and_a_row_is_guessed_alike
     other = make_tiny(tmp_path / "other", "llama", seed=9)
     prompts = [[32 + (number * 13 + place * place) % 90 for place in range(5 + number * 7)] for number in range(8)]
 
-    async def ask(tenant: runtime.Tenant, model: str, number: int) -> runtime.Completion:
-        return await tenant.generate(model, tokens=prompts[number], max_tokens=200, ignore_eos=True, cache="off")
+    async def ask(tenant: runtime.Tenant, model: str, number: int, max_tokens: int = NUM_CROWD_TOKENS) -> runtime.Completion:
+        return await tenant.generate(model, tokens=prompts[number], max_tokens=max_tokens, ignore_eos=True, cache="off")
 
     async with runtime.Runtime(SETTINGS) as rt:
         await rt.load(runtime.ModelSpec("drafter", str(drafter), max_slots=16))
@@ -144,20 +149,22 @@ async def test_one_drafter_serves_two_targets_at_once_and_a_row_is_guessed_alike
             await rt.load(runtime.ModelSpec(f"plain {name}", str(path)))
             await rt.load(runtime.ModelSpec(name, str(path), drafter="drafter", draft_tokens=3, draft_ahead=False))
         tenant = rt.tenant("a", runtime.TenantSpec(max_running=32))
-        plain = {(name, n): await ask(tenant, f"plain {name}", n) for name in ("left", "right") for n in range(8)}
-        alone = {(name, n): await ask(tenant, name, n) for name in ("left", "right") for n in SOLO}
+        alone = {(name, n): await ask(tenant, name, n, 200) for name in ("left", "right") for n in SOLO}
+        plain: dict[tuple[str, int], runtime.Completion] = {}
         together: dict[tuple[str, int], runtime.Completion] = {}
 
-        async def join(name: str, number: int) -> None:
-            together[name, number] = await ask(tenant, name, number)
+        async def join(answers: dict[tuple[str, int], runtime.Completion], prefix: str, name: str, number: int) -> None:
+            answers[name, number] = await ask(tenant, f"{prefix}{name}", number)
 
-        async with anyio.create_task_group() as group:
-            for name, number in plain:
-                group.start_soon(join, name, number)
+        for answers, prefix in ((plain, "plain "), (together, "")):
+            async with anyio.create_task_group() as group:
+                for name in ("left", "right"):
+                    for number in range(8):
+                        group.start_soon(join, answers, prefix, name, number)
         left, right = rt.stats().scheduler.pairings
     for key, answer in plain.items():
         assert answer.token_ids == together[key].token_ids, key
-        assert key not in alone or answer.token_ids == alone[key].token_ids, key
+        assert key not in alone or answer.token_ids[:200] == alone[key].token_ids, key
     assert left.accepted > right.accepted
 
     def rate(answers: dict[tuple[str, int], runtime.Completion], name: str) -> float:
