@@ -43,6 +43,8 @@ PAIRS: tuple[dict[str, Any], ...] = (
     {"draft_tokens": 2, "draft_ahead": True},
     {"draft_tokens": 3, "draft_ahead": "auto"},
     {"draft_tokens": 6, "draft_ahead": True},
+    {"draft_tokens": 1, "draft_ahead": True},
+    {"draft_tokens": 5, "draft_ahead": True},
 )
 TURNS = 2
 """The pair of this number is made to work in two cohorts that take turns; those do not draft ahead."""
