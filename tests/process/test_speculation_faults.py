@@ -48,9 +48,10 @@ PAIRS: tuple[dict[str, Any], ...] = (
 )
 TURNS = 2
 """The pair of this number is made to work in two cohorts that take turns; those do not draft ahead."""
+MAX_TRIES = 10
 OFTEN = ("draft", "draft ahead", "drafted", "verify", "verified")
 Kind = Literal["kill", "stop", "unload"]
-KINDS: tuple[Kind, ...] = ("kill", "stop", "kill", "stop", "kill", "stop", "unload")
+KINDS: tuple[Kind, ...] = ("kill", "stop", "kill", "stop", "stop", "unload")
 """What a drafter suffers at each message, under each event loop."""
 
 
@@ -82,31 +83,40 @@ class Pair:
             pairing.lanes.choose = lambda num_rows: 2 if num_rows > 1 else 1  # type: ignore[method-assign]
 
     async def suffer(self, faults: list[tuple[str, Kind]]) -> None:
-        for message, kind in faults:
-            if self.number == TURNS and message == "draft ahead":
-                continue
-            await self._suffer_one(message, kind)
+        """Take faults, and each again until its message was caught: on a busy machine a stream may be over too soon."""
+        while suitable := [fault for fault in faults if self.number != TURNS or fault[0] != "draft ahead"]:
+            message, kind = suitable[0]
+            faults.remove(suitable[0])
+            for _ in range(MAX_TRIES):
+                if is_struck := await self._suffer_one(message, kind):
+                    break
+            assert is_struck, f"message {message!r} never came: {pairing_of(self.rt, self.target)}"
             self.tally[message, kind] += 1
             await self._works_again()
 
-    async def _suffer_one(self, message: str, kind: Kind) -> None:
-        """A fault while two or three streams are heard, each beside the same request decoded plainly."""
+    async def _suffer_one(self, message: str, kind: Kind) -> bool:
+        """A fault while some streams are heard, each beside the same request decoded plainly. False when it did not come."""
         asks = [self._ask(number) for number in range(self.numbers.choice([2, 3]))]
         pairs = [(Heard(), Heard()) for _ in asks]
-        async with anyio.create_task_group() as group:
-            group.start_soon(self._fault, message, kind)
-            for (here, plain), (ask, leaves, delay) in zip(pairs, asks, strict=True):
-                group.start_soon(self._join, self.target, here, leaves, delay, ask)
-                group.start_soon(self._join, "plain", plain, stays, delay, ask)
+        struck = anyio.Event()
+        async with anyio.create_task_group() as faults:
+            faults.start_soon(self._fault, message, kind, struck)
+            async with anyio.create_task_group() as group:
+                for (here, plain), (ask, leaves, delay) in zip(pairs, asks, strict=True):
+                    group.start_soon(self._join, self.target, here, leaves, delay, ask)
+                    group.start_soon(self._join, "plain", plain, stays, delay, ask)
+            if not struck.is_set():
+                faults.cancel_scope.cancel()
         for (here, plain), (ask, leaves, _) in zip(pairs, asks, strict=True):
             what = (self.target, message, kind, ask)
             end = len(here.token_ids) if leaves is not stays else None
             assert here.token_ids == plain.token_ids[:end], what
             assert here.text == plain.text or (leaves is not stays and plain.text.startswith(here.text)), what
             assert here.longest_gap <= plain.longest_gap + MAX_STALL_SECONDS, what
-        if kind == "kill":  # loaded anew, for a worker that dies too often is given up
+        if kind == "kill" and struck.is_set():  # loaded anew, for a worker that dies too often is given up
             await self.rt.unload(self.drafter)
             await self.rt.load(make_drafter(self.drafter))
+        return struck.is_set()
 
     def _ask(self, number: int) -> tuple[dict[str, Any], Callable[[Heard], bool], float]:
         """Options, when its client leaves, and how much later than the first it comes."""
@@ -126,8 +136,8 @@ class Pair:
         await anyio.sleep(delay)
         await hear(self.tenant, model, heard, leaves, **options)
 
-    async def _fault(self, message: str, kind: Kind) -> None:
-        pid, struck = pid_of(self.rt, self.drafter), anyio.Event()
+    async def _fault(self, message: str, kind: Kind, struck: anyio.Event) -> None:
+        pid = pid_of(self.rt, self.drafter)
         at_once = kind != "unload" and self.numbers.random() < 0.6
 
         def strike() -> None:
@@ -138,10 +148,10 @@ class Pair:
         number = self.numbers.randint(1, 4) if message in OFTEN else 1
         ambush = Ambush(self.target, self.drafter, message, number, strike)
         self.ambushes.append(ambush)
-        with anyio.move_on_after(10):
+        try:
             await struck.wait()
-        self.ambushes.remove(ambush)
-        assert struck.is_set(), f"message {message!r} did not come {number} times: {pairing_of(self.rt, self.target)}"
+        finally:
+            self.ambushes.remove(ambush)
         if not at_once:
             await anyio.sleep(self.numbers.uniform(0.0, 0.004))
         if kind == "unload":
@@ -151,7 +161,7 @@ class Pair:
         if not at_once:
             os.kill(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         if kind == "stop":
-            await anyio.sleep(self.numbers.choice([0.0, 0.02, 0.1, 0.7]))
+            await anyio.sleep(self.numbers.choice([0.0, 0.02, 0.1, 1.3]))
             os.kill(pid, signal.SIGCONT)
 
     async def _works_again(self) -> None:
@@ -169,6 +179,7 @@ async def test_a_drafter_killed_or_stopped_at_any_message_changes_nothing(
     tally: Counter[tuple[str, Kind]] = Counter()
     faults = list(itertools.product(ROUND_MESSAGES, KINDS))
     random.Random(anyio_backend).shuffle(faults)
+    left = list(faults)
     async with runtime.Runtime(SETTINGS) as rt:
         await rt.load(runtime.ModelSpec("plain", kind="fake", fake=TARGET, max_slots=16))
         tenant = rt.tenant("a", runtime.TenantSpec(max_running=64))
@@ -179,15 +190,15 @@ async def test_a_drafter_killed_or_stopped_at_any_message_changes_nothing(
         async with anyio.create_task_group() as group:
             for pair in pairs:
                 await pair.load()
-                group.start_soon(pair.suffer, faults[pair.number :: len(pairs)])
+                group.start_soon(pair.suffer, left)
         for pair in pairs:
             await until(lambda pair=pair: pairing_of(rt, pair.target).guests == 0)  # type: ignore[misc]
             assert pairing_of(rt, pair.target).accepted > 0
             for name in (pair.target, pair.drafter):
                 report = await rt.inspect(name)
                 assert (report.running, report.prefilling, report.parked) == ((), (), ())
-    assert set(tally) == set(faults), "each at least once"
-    assert sum(number for (_, kind), number in tally.items() if kind != "unload") > 50, "and as many under the other event loop"
+    assert tally == Counter(faults)
+    assert sum(number for (_, kind), number in tally.items() if kind != "unload") == 50  # and as many under the other event loop
 
 
 async def _late_and_struck(rt: runtime.Runtime, tenant: runtime.Tenant, ambushes: list[Ambush], message: str, kind: Kind) -> None:

@@ -32,7 +32,7 @@ SETTINGS = runtime.Settings(stream_window_tokens=6, prefill_chunk_tokens=32, pre
 
 def _asks(seed: int) -> list[Ask]:
     """Some with stop strings, which hashed tokens hit now and then."""
-    asks = make_workload(seed, num_requests=20, longest_prompt=120, greedy_only=False, spread_seconds=0.25)
+    asks = make_workload(seed, num_requests=16, longest_prompt=120, greedy_only=False, spread_seconds=0.2)
     stops = [{"stop": ["q", "zz"]} if ask.number % 3 == 0 else {} for ask in asks]
     return [dataclasses.replace(ask, options={**ask.options, **stop}) for ask, stop in zip(asks, stops, strict=True)]
 
