@@ -30,6 +30,8 @@ class Ask:
 class Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    text: str = ""
+    logprobs: list[runtime.TokenLogprob] = field(default_factory=list)
 
 
 def options_for(rng: random.Random, *, greedy_only: bool) -> dict[str, Any]:
@@ -90,6 +92,8 @@ async def run_together(tenants: list[runtime.Tenant], model: str, asks: list[Ask
             async for event in stream:
                 if isinstance(event, runtime.TextDelta):
                     answer.token_ids.extend(event.token_ids)
+                    answer.text += event.text
+                    answer.logprobs.extend(event.logprobs)
                     if ask.leave_after_tokens is not None and len(answer.token_ids) >= ask.leave_after_tokens:
                         return
                     if ask.slow_seconds:
@@ -97,6 +101,7 @@ async def run_together(tenants: list[runtime.Tenant], model: str, asks: list[Ask
                 elif isinstance(event, runtime.Finished):
                     answer.finish_reason = event.completion.finish_reason
                     assert answer.token_ids == list(event.completion.token_ids)
+                    assert answer.text == event.completion.text
 
     async with anyio.create_task_group() as group:
         for ask in asks:
@@ -106,17 +111,21 @@ async def run_together(tenants: list[runtime.Tenant], model: str, asks: list[Ask
 
 async def run_alone(tenant: runtime.Tenant, model: str, ask: Ask) -> Answer:
     completion = await tenant.generate(model, tokens=ask.tokens, **ask.options)
-    return Answer(list(completion.token_ids), completion.finish_reason)
+    return Answer(list(completion.token_ids), completion.finish_reason, completion.text, list(completion.logprobs))
 
 
 def differences(asks: list[Ask], together: list[Answer], alone: list[Answer]) -> list[str]:
-    """One line for each ask whose tokens differ; a client that left must hold a prefix of the solo run."""
+    """One line for each ask whose answers differ; a client that left must hold a prefix of the solo run's."""
     found = []
     for ask, here, solo in zip(asks, together, alone, strict=True):
         if ask.leave_after_tokens is None:
-            same = here.token_ids == solo.token_ids and here.finish_reason == solo.finish_reason
+            same = here == solo
         else:
-            same = here.token_ids == solo.token_ids[: len(here.token_ids)]
+            same = (
+                here.token_ids == solo.token_ids[: len(here.token_ids)]
+                and here.logprobs == solo.logprobs[: len(here.logprobs)]
+                and solo.text.startswith(here.text)
+            )
         if not same:
             found.append(f"request {ask.number} {ask.options}: together {here}, alone {solo}")
     return found
