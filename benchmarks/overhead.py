@@ -193,8 +193,8 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def main(given: list[str] | None = None) -> int:
-    values = _arguments(given)
+def carry_out(run: Benchmark, values: argparse.Namespace) -> int:
+    """A benchmark's whole command. On stdout and in `values.output` the JSON of `run`, else why there is none; gives the exit code."""
     report = None
     try:
         report = anyio.run(interrupted_by_signals, run, values)
@@ -208,6 +208,10 @@ def main(given: list[str] | None = None) -> int:
         values.output.write_text(text + "\n", encoding="utf-8")
     print(text)
     return 0
+
+
+def main(given: list[str] | None = None) -> int:
+    return carry_out(run, _arguments(given))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -27,8 +26,7 @@ import anyio
 import runtime
 from benchmarks.children import in_process
 from benchmarks.environment import opponent_environment
-from benchmarks.measure import BenchmarkError
-from benchmarks.overhead import MAIN_MODEL, checkpoint, interrupted_by_signals, leaves, machine
+from benchmarks.overhead import MAIN_MODEL, carry_out, checkpoint, machine
 from benchmarks.report import Figure, table
 from benchmarks.speculation_bench import Bench
 from benchmarks.speculation_cells import matrix
@@ -104,20 +102,7 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(given: list[str] | None = None) -> int:
-    values = _arguments(given)
-    report = None
-    try:
-        report = anyio.run(interrupted_by_signals, run, values)
-    except* (BenchmarkError, runtime.TroupeError, TimeoutError) as group:
-        for error in leaves(group):
-            say(f"error: {type(error).__name__}: {error}")
-    if report is None:
-        return 1
-    text = json.dumps(report, indent=1)
-    if values.output is not None:
-        values.output.write_text(text + "\n", encoding="utf-8")
-    print(text)
-    return 0
+    return carry_out(run, _arguments(given))
 
 
 if __name__ == "__main__":

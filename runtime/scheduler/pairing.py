@@ -116,11 +116,6 @@ class Pairing:
     counts: Counts = field(default_factory=Counts)
 
     @property
-    def round(self) -> Round | None:
-        """The oldest under way."""
-        return self.rounds[0] if self.rounds else None
-
-    @property
     def in_rounds(self) -> set[SequenceId]:
         """Who takes part in one."""
         return {sequence for round in self.rounds for sequence in round.members}
@@ -166,7 +161,7 @@ class Pairing:
 
     def detach(self) -> None:
         """The drafter is gone, with all it held."""
-        self.is_attached, self.away_until = False, None
+        self.is_attached, self.refused, self.away_until = False, None, None
         for member in self.members.values():
             self.forget_guest(member)
         self.guests.clear()

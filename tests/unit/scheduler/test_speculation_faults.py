@@ -56,7 +56,7 @@ def test_a_cancelled_request_leaves_nothing_in_either_worker(phase: Phase, ahead
     num_commands = len(house.drafts()) + len(house.verifies())
     house.cancel(request)
     assert set(house.told_to_release()[1]) == {sequence, house.invited()[0].sequence}
-    assert (house.pairing.members, house.pairing.guests, house.pairing.round) == ({}, {}, None)
+    assert (house.pairing.members, house.pairing.guests, house.pairing.rounds) == ({}, {}, [])
     if house.drafts():
         house.drafted()  # both may have crossed the release
     if house.verifies():
@@ -94,7 +94,7 @@ def test_a_lost_target_ends_its_requests_and_dismisses_the_guests(phase: Phase) 
     house.lose()
     assert house.outcomes[request].state == "failed"
     assert house.dismissed() == [house.invited()[0].sequence]
-    assert (house.pairing.members, house.pairing.round) == ({}, None)
+    assert (house.pairing.members, house.pairing.rounds) == ({}, [])
     house.up(incarnation=2)
     num_before = len(house.holds())
     again = house.submit(max_tokens=200)
