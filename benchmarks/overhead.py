@@ -194,7 +194,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def carry_out(run: Benchmark, values: argparse.Namespace) -> int:
-    """A benchmark's whole command. On stdout and in `values.output` the JSON of `run`, else why there is none; gives the exit code."""
+    """A whole command: what `run` reports goes as JSON to stdout and `values.output`, or why there is nothing. Gives the exit code."""
     report = None
     try:
         report = anyio.run(interrupted_by_signals, run, values)
