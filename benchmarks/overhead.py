@@ -194,7 +194,7 @@ def leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def carry_out(run: Benchmark, values: argparse.Namespace) -> int:
-    """A whole command: what `run` reports goes as JSON to stdout and `values.output`, or why there is nothing. Gives the exit code."""
+    """A whole command: the JSON of `run` on stdout and in `values.output`, or why there is none. Gives the exit code."""
     report = None
     try:
         report = anyio.run(interrupted_by_signals, run, values)
