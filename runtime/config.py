@@ -73,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     connect_seconds: from spawn to the worker's Hello. load_seconds: from Hello to Ready.
     grace_seconds: each rung of the shutdown ladder (drain, close, SIGTERM, SIGKILL).
     silence_seconds: a worker without any message for that long, beyond the promise of its running step, is replaced.
+    max_restarts: of one model's worker within ten minutes; one death more and the model is unavailable until it is loaded again.
     stream_window_tokens: how far a sequence may run ahead of what its client has read.
     prefill_chunk_tokens: tokens in one prefill step, over all rows. prefill_batch_tokens: padded tokens in one prefill batch.
     max_queued: requests waiting for one model, over all tenants.
@@ -88,6 +89,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     load_seconds: float = 600.0
     grace_seconds: float = 5.0
     silence_seconds: float = 30.0
+    max_restarts: int = 4
     stream_window_tokens: int = 256
     prefill_chunk_tokens: int = 512
     prefill_batch_tokens: int = 4096
@@ -104,6 +106,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _seconds(name, getattr(self, name))
         if self.compute_threads is not None:
             _count("compute_threads", self.compute_threads, 1, 1024)
+        _count("max_restarts", self.max_restarts, 0, 1 << 20)
         _count("stream_window_tokens", self.stream_window_tokens, 1, 1 << 20)
         _count("prefill_chunk_tokens", self.prefill_chunk_tokens, 1, 1 << 20)
         _count("prefill_batch_tokens", self.prefill_batch_tokens, 1, 1 << 24)

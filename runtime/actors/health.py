@@ -22,7 +22,6 @@ ANSWER_SECONDS = 5.0
 """Within these a worker notices that a prompt is past its deadline, and says so."""
 RESTART_FIRST_SECONDS = 0.5
 RESTART_MOST_SECONDS = 30.0
-RESTART_DEATHS = 5
 RESTART_WINDOW_SECONDS = 600.0
 
 _BUSY = ("prefill", "decode")
@@ -121,20 +120,22 @@ class Vigil:
 class RestartBudget:
     """Back-off between restarts, and when to give up."""
 
-    def __init__(self) -> None:
-        self._deaths: deque[float] = deque(maxlen=RESTART_DEATHS)
-        self._next = RESTART_FIRST_SECONDS
+    def __init__(self, max_restarts: int) -> None:
+        """max_restarts: in any `RESTART_WINDOW_SECONDS`."""
+        self._deaths: deque[float] = deque(maxlen=max_restarts + 1)
+        self._next = 0.0
 
     def died(self, now: float) -> float | None:
         """Take note of a death. Seconds to wait before the next start, or None when the budget is spent.
 
-        The wait doubles with each death and begins anew once a whole window passed without one.
+        The first is followed at once, since streams wait for it; then the wait doubles with each. It begins anew once a whole
+        window passed without one.
         """
         if self._deaths and now - self._deaths[-1] >= RESTART_WINDOW_SECONDS:
-            self._next = RESTART_FIRST_SECONDS
+            self._next = 0.0
         self._deaths.append(now)
-        if len(self._deaths) == RESTART_DEATHS and now - self._deaths[0] < RESTART_WINDOW_SECONDS:
+        if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < RESTART_WINDOW_SECONDS:
             return None
         wait = self._next
-        self._next = min(2 * wait, RESTART_MOST_SECONDS)
+        self._next = min(max(2 * wait, RESTART_FIRST_SECONDS), RESTART_MOST_SECONDS)
         return wait

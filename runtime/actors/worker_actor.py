@@ -82,7 +82,7 @@ class WorkerActor:
         self._share = share
         self._sent: Share | None = None
         self._clock = clock
-        self._budget = RestartBudget()
+        self._budget = RestartBudget(settings.max_restarts)
         self._lifecycle = Lifecycle()
         self._number = IncarnationNumber(0)
         self._incarnation: Incarnation | None = None

@@ -8,6 +8,7 @@ sent as few commands at the end of each stimulus (`flush`).
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Literal
 
 from runtime.config import Settings, TenantSpec
@@ -57,6 +58,7 @@ class Book:
         self.disturbed: dict[ModelName, Pairing] = {}
         self.num_ended: dict[RequestState, int] = dict.fromkeys(_OUTCOMES, 0)
         self.num_rejected = 0
+        self.num_replayed = 0
         self.prefixes = Prefixes(settings)
 
     def touch(self, model: Model) -> None:
@@ -114,6 +116,7 @@ class Book:
         else:
             model.num_unstarted -= 1
         move_request(record, state)
+        model.suspects.pop(record.request.id, None)
         for sequence in record.sequences:
             self.let_go(model, sequence)
         if state is not RequestState.FINISHED:
@@ -140,7 +143,7 @@ class Book:
             record.fingerprint,
             (*record.warnings, *self._unheard(record)),
             error,
-            cached_tokens=tuple(sequence.cached_length for sequence in record.sequences),
+            cached_tokens=tuple(sequence.cached_length or 0 for sequence in record.sequences),
             pinned_length=record.pinned_length,
             proposed_tokens=tuple(sequence.num_proposed for sequence in record.sequences),
             accepted_tokens=tuple(sequence.num_accepted for sequence in record.sequences),
@@ -173,6 +176,8 @@ class Book:
     def let_go(self, model: Model, sequence: Sequence) -> None:
         """No more of this sequence: tell the worker, and keep the slot until it says `Released`."""
         if sequence.state is SequenceState.WAITING:
+            if model.returning.pop(sequence.id, None) is not None:
+                sequence.record.flow.charge(sequence.length - sequence.charged_length)
             move_sequence(sequence, SequenceState.RELEASED)
         elif sequence.state not in (SequenceState.RELEASING, SequenceState.RELEASED):
             self.leave_batch(model, sequence)
@@ -207,8 +212,15 @@ class Book:
 
     # -- a worker's end -------------------------------------------------------------------------------------
 
-    def lose(self, model: Model, error: TroupeError, now: float) -> None:
-        """Its worker is gone, or never came: every request of the model ends with an `error` of its own, every slot is free."""
+    def fail(self, record: RequestRecord, error: TroupeError, now: float) -> None:
+        """It ends with an `error` of its own."""
+        self.end(record, RequestState.FAILED, error.fresh(), now)
+
+    def lose(self, model: Model, settle: Callable[[RequestRecord], None]) -> None:
+        """Its worker is gone, or never came: every slot is free. `settle` says what becomes of each live request of the model, and
+        leaves none in a slot."""
+        model.incarnation = None
+        model.has_breached = False
         for other in self.models.values():
             if other.pairing is not None and other.pairing.drafts_with(model.name):
                 other.pairing.detach()
@@ -221,22 +233,21 @@ class Book:
         model.hints.clear()
         for record in [record for record in self.requests.values() if record.request.model == model.name]:
             if not record.has_ended:
-                self.end(record, RequestState.FAILED, error.fresh(), now)
+                settle(record)
         for sequence in model.sequences.values():
             move_sequence(sequence, SequenceState.RELEASED)
-            self.requests.pop(sequence.record.request.id, None)
-        for request in model.preparing:
-            self.requests.pop(request, None)
+        lost = [*(sequence.record for sequence in model.sequences.values()), *model.preparing.values()]
         model.sequences.clear()
         model.preparing.clear()
+        for record in lost:
+            self.forget_if_free(model, record)
         model.requests_to_release.clear()
         model.sequences_to_release.clear()
+        model.grants.clear()
         model.collect_until = None
-        model.incarnation = None
-        model.has_breached = False
 
     def breach(self, model: Model, what: str) -> None:
-        """Have the worker replaced; its requests end when the supervisor says `WorkerLost`."""
+        """Have the worker replaced; its requests go on after the supervisor has said `WorkerLost`."""
         assert model.incarnation is not None
         model.has_breached = True
         model.collect_until = None

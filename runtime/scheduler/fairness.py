@@ -43,6 +43,12 @@ class Line:
     def add(self, record: RequestRecord) -> None:
         self._side(record)[record.request.id] = record
 
+    def put_back(self, record: RequestRecord) -> None:
+        """It had been taken, and is the first again."""
+        side = self._side(record)
+        side[record.request.id] = record
+        side.move_to_end(record.request.id, last=False)
+
     def discard(self, record: RequestRecord) -> None:
         """It ended while waiting."""
         self._side(record).pop(record.request.id, None)
@@ -108,7 +114,7 @@ class Flow:
         self.start_tag += num_tokens / self.tenant.spec.weight
 
     def startable_rows(self) -> Iterator[Sequence]:
-        """Waiting rows of prepared requests, as far as its tenant's max_running allows."""
+        """Waiting rows of prepared requests that never had a slot, as far as its tenant's max_running allows."""
         room = self.tenant.spec.max_running - self.tenant.num_running
         for record in self.ready.in_order():
             if not record.has_started:
@@ -116,7 +122,7 @@ class Flow:
                     continue
                 room -= 1
             for sequence in record.sequences:
-                if sequence.state is SequenceState.WAITING:
+                if sequence.state is SequenceState.WAITING and not sequence.is_returning:
                     yield sequence
 
 

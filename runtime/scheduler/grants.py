@@ -18,6 +18,11 @@ def limit_of(sequence: Sequence, window_tokens: int) -> int:
     return min(sequence.max_length, sequence.prompt_length + sequence.num_read + window_tokens)
 
 
+def can_go_on(sequence: Sequence, window_tokens: int) -> bool:
+    """Whether a slot would be of use to it now: whoever is as far ahead of its client as it may be waits without one."""
+    return limit_of(sequence, window_tokens) > sequence.length
+
+
 def read(book: Book, model: Model, record: RequestRecord, number: int, num_tokens: int) -> None:
     """The client has read so far. Repeated and late words change nothing."""
     if number >= len(record.sequences):
@@ -37,6 +42,8 @@ def unwindow(book: Book, model: Model, record: RequestRecord) -> None:
 
 def _raise_limit(book: Book, model: Model, sequence: Sequence) -> None:
     if sequence.state not in (SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED):
+        if sequence.is_returning:
+            book.look_again(model)  # it may have waited for this
         return  # without a slot: gets its limit with the slot
     window = book.settings.stream_window_tokens
     limit = limit_of(sequence, window)

@@ -18,7 +18,7 @@ from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.book import Book
 from runtime.scheduler.model import Model
 from runtime.scheduler.prefixes import Pin, Promise
-from runtime.scheduler.request import Sequence
+from runtime.scheduler.request import Sequence, known_tokens
 from runtime.scheduler.stimuli import DeleteFiles, EraseTenant, FilesSeen
 
 # -- what a worker says -----------------------------------------------------------------------------------------
@@ -38,19 +38,13 @@ def kept(book: Book, model: Model, sequence: Sequence, event: Kept) -> None:
     secret = record.secret
     if secret is None or record.scope is None:
         return  # erased meanwhile
-    tokens = _known_tokens(sequence)
+    tokens = known_tokens(sequence)
     length = min(event.length, len(tokens))  # what it drew after we let it go is not known here
     model.hints.note(sequence.id, secret, tokens, length)
     if record.request.prefill_only and event.pinned_length:
         _pin(book, model, sequence, min(event.pinned_length, length))
     if event.nodes and book.prefixes.has_files:
         _publish(book, model, sequence, tokens, event.nodes)
-
-
-def _known_tokens(sequence: Sequence) -> TokenIds:
-    prompt = sequence.record.prompt_tokens
-    assert prompt is not None
-    return TokenIds([*prompt, *sequence.committed]) if sequence.committed else prompt
 
 
 def _pin(book: Book, model: Model, sequence: Sequence, length: int) -> None:

@@ -24,7 +24,9 @@ class Model:
 
     incarnation: the worker that is up, or None. unavailable: why none will come. has_breached: it said something impossible
     and will be replaced; nothing more is sent to it or heard from it.
-    sequences: those that hold a slot. preparing: requests the worker may be tokenizing, also ended ones not yet `Released`.
+    sequences: those that hold a slot. returning: those that lost theirs and go on before others. suspects: requests that several
+    workers died with, and that run alone until they have got further, the first first.
+    preparing: requests the worker may be tokenizing, also ended ones not yet `Released`.
     num_unstarted: requests without an end that no sequence of has got a slot. service_seconds, output_tokens: moving averages
     per sequence, of its time in the slot and of its length. needs_placing: something changed that may let rows start.
     collect_until: when ready rows stop waiting for others to be prefilled with; None when none waits so.
@@ -41,6 +43,8 @@ class Model:
     has_breached: bool = False
     fair: FairQueue = field(default_factory=FairQueue)
     sequences: dict[SequenceId, Sequence] = field(default_factory=dict)
+    returning: dict[SequenceId, Sequence] = field(default_factory=dict)
+    suspects: dict[RequestId, RequestRecord] = field(default_factory=dict)
     preparing: dict[RequestId, RequestRecord] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
     num_unstarted: int = 0
@@ -66,6 +70,6 @@ class Model:
 
     @property
     def num_soon_free_slots(self) -> int:
-        """Free slots and those that wait only for the worker's `Released`."""
+        """Free slots and those that wait only for the worker's `Released`, but for those that others come back to."""
         live = sum(sequence.state is not SequenceState.RELEASING for sequence in self.sequences.values())
-        return max(0, self.max_slots - live)
+        return max(0, self.max_slots - live - len(self.returning))

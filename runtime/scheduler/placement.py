@@ -6,22 +6,23 @@ slots; rows of prepared requests get slots, grouped into prefill batches.
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 
 import msgspec
 
 from runtime.protocol.commands import Prefill, PrefillRow, PrefixUse, Prepare, Sampling
-from runtime.protocol.tokens import TokenIds
-from runtime.scheduler import prefill, restoring
+from runtime.scheduler import prefill, replaying, restoring
 from runtime.scheduler.admission import row_cost
 from runtime.scheduler.book import Book
-from runtime.scheduler.grants import limit_of
+from runtime.scheduler.grants import can_go_on, limit_of
 from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
     RequestRecord,
     RequestState,
     Sequence,
     SequenceState,
+    known_tokens,
     move_request,
     move_sequence,
     sequence_seed,
@@ -65,10 +66,16 @@ def _fill_slots(book: Book, model: Model, now: float) -> None:
 
 
 def _startable(book: Book, model: Model, num_free: int) -> list[Sequence]:
-    """At most `num_free` rows, in the order of the fair queue but for those that follow another."""
+    """At most `num_free` rows: those that come back, then in the order of the fair queue, but for those that follow another."""
     flights = restoring.Flights(book, model)
     rows: list[Sequence] = []
-    candidates = model.fair.rows_in_order(lambda record: row_cost(model, record))
+    candidates: Iterable[Sequence]
+    if (suspect := replaying.suspect(model)) is not None:
+        candidates = [sequence for sequence in suspect.sequences if sequence.state is SequenceState.WAITING]
+    else:
+        window = book.settings.stream_window_tokens
+        returning = [sequence for sequence in model.returning.values() if can_go_on(sequence, window)]
+        candidates = chain(returning, model.fair.rows_in_order(lambda record: row_cost(model, record)))
     for sequence in islice(candidates, num_free + MAX_HELD):
         if len(rows) == num_free:
             break
@@ -91,9 +98,14 @@ def _collects(book: Book, model: Model, now: float) -> bool:
 def _start(book: Book, model: Model, start: restoring.Start, batch: prefill.Batch, now: float) -> None:
     sequence = start.sequence
     record = sequence.record
-    cost = row_cost(model, record)
-    model.fair.serve(record.flow, max(0, cost - start.expected))
-    sequence.charged_length = cost
+    if sequence.is_returning:
+        sequence.is_returning = False  # its tenant has paid for it
+        del model.returning[sequence.id]
+    else:
+        cost = row_cost(model, record)
+        model.fair.serve(record.flow, max(0, cost - start.expected))
+        sequence.charged_length = cost
+    sequence.num_starts += 1
     sequence.batch = batch
     sequence.placed_at = now
     sequence.limit = limit_of(sequence, book.settings.stream_window_tokens)
@@ -103,6 +115,8 @@ def _start(book: Book, model: Model, start: restoring.Start, batch: prefill.Batc
         record.started_at = now
         record.flow.tenant.num_running += 1
         model.num_unstarted -= 1
+        move_request(record, RequestState.PREFILLING)
+    elif record.state is RequestState.REPLAYING:
         move_request(record, RequestState.PREFILLING)
     if all(other.state is not SequenceState.WAITING for other in record.sequences):
         record.flow.ready.take(record)
@@ -117,11 +131,10 @@ def sampling_of(sequence: Sequence) -> Sampling:
 
 
 def _prefill_row(sequence: Sequence, prefix: PrefixUse | None) -> PrefillRow:
-    request, prompt = sequence.record.request, sequence.record.prompt_tokens
-    assert prompt is not None
+    request = sequence.record.request
     return PrefillRow(
         sequence=sequence.id,
-        tokens=prompt if not sequence.committed else TokenIds([*prompt, *sequence.committed]),
+        tokens=known_tokens(sequence),
         prompt_length=sequence.prompt_length,
         max_length=sequence.max_length,
         limit=sequence.limit,
@@ -134,6 +147,10 @@ def _prefill_row(sequence: Sequence, prefix: PrefixUse | None) -> PrefillRow:
 
 
 def _prepare_ahead(book: Book, model: Model) -> None:
+    if (suspect := replaying.suspect(model)) is not None:
+        if suspect.state is RequestState.QUEUED:
+            _prepare(book, model, suspect)
+        return
     flows = model.fair.flows.values()
     num_ahead = len(model.preparing) + sum(len(flow.ready) for flow in flows)
     room = PREPARED_PER_SLOT * model.max_slots - num_ahead

@@ -25,7 +25,7 @@ from runtime.protocol.events import (
     Verified,
 )
 from runtime.protocol.ids import SequenceId
-from runtime.scheduler import drafted, guests, keeping, restoring, speculation
+from runtime.scheduler import drafted, guests, keeping, replaying, restoring, speculation
 from runtime.scheduler.book import Book, smoothed
 from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
@@ -122,6 +122,8 @@ def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
         if length >= sequence.prompt_length and sequence.state is SequenceState.PREFILLING:
             _start_decoding(book, model, sequence)
     for record in news.values():
+        if record.first_token_at is not None:
+            continue  # a replay's: its client's prefill is long over
         record.prefill_seconds = max(record.prefill_seconds or 0.0, event.seconds)
 
 
@@ -213,6 +215,8 @@ def _take_row(book: Book, model: Model, step: int, row: StepRow, now: float) -> 
         _finish(book, model, sequence, row.finish, now)
     elif length >= sequence.limit and length < sequence.max_length and sequence.state is SequenceState.DECODING:
         move_sequence(sequence, SequenceState.PARKED)
+    if record.num_crashes and not record.has_ended:
+        replaying.acquit(book, model, record)
     return True
 
 

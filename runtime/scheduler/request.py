@@ -41,6 +41,8 @@ class RequestState(Enum):
     PREFILLING = "prefilling"
     RUNNING = "running"
     """At least one of its sequences has been prefilled."""
+    REPLAYING = "replaying"
+    """It had started and lost its worker; it goes on in the next one."""
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -50,9 +52,10 @@ ENDED = frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.F
 
 REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.QUEUED: frozenset({RequestState.PREPARING, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.PREPARING: frozenset({RequestState.PREFILLING, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.PREFILLING: frozenset({RequestState.RUNNING, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.RUNNING: frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.PREPARING: frozenset({RequestState.PREFILLING, RequestState.QUEUED, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.PREFILLING: frozenset({RequestState.RUNNING, RequestState.REPLAYING, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.RUNNING: frozenset({RequestState.FINISHED, RequestState.REPLAYING, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.REPLAYING: frozenset({RequestState.PREFILLING, RequestState.QUEUED, RequestState.CANCELLED, RequestState.FAILED}),
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
     RequestState.FAILED: frozenset(),
@@ -61,7 +64,7 @@ REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
 
 class SequenceState(Enum):
     WAITING = "waiting"
-    """Has no slot and is unknown to the worker."""
+    """Has no slot and is unknown to the worker: not yet, or not any more."""
     PREFILLING = "prefilling"
     DECODING = "decoding"
     PARKED = "parked"
@@ -73,9 +76,9 @@ class SequenceState(Enum):
 
 SEQUENCE_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.RELEASED}),
-    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, SequenceState.RELEASING}),
-    SequenceState.DECODING: frozenset({SequenceState.PARKED, SequenceState.RELEASING}),
-    SequenceState.PARKED: frozenset({SequenceState.DECODING, SequenceState.RELEASING}),
+    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, SequenceState.WAITING, SequenceState.RELEASING}),
+    SequenceState.DECODING: frozenset({SequenceState.PARKED, SequenceState.WAITING, SequenceState.RELEASING}),
+    SequenceState.PARKED: frozenset({SequenceState.DECODING, SequenceState.WAITING, SequenceState.RELEASING}),
     SequenceState.RELEASING: frozenset({SequenceState.RELEASED}),
     SequenceState.RELEASED: frozenset(),
 }
@@ -124,11 +127,13 @@ def sequence_seed(seed: int, number: int) -> int:
 class Sequence:
     """One token series. `committed` is the replay log: exactly what the client's stream holds or will hold.
 
-    Lengths are absolute (prompt included). `charged_length`: up to which its tenant has been charged; 0 while WAITING.
-    `num_read`: committed tokens its client has read. `placed_at`: when it got its slot.
-    Of prefixes: `plan`: the files named for it; `expected_length`: how much was then expected to be restored, `cached_length`:
-    how much was. `awaits_restored`: it has a PrefixUse and no Restored came yet; until then its leases run. `keeps`: memory is
-    told to keep it, so others may follow it. `awaited_length`: what it last followed another for, 0 if nobody.
+    Lengths are absolute (prompt included). `charged_length`: up to which its tenant has been charged; 0 before its first slot.
+    `num_read`: committed tokens its client has read. `placed_at`: when it got its slot. `num_starts`: slots it ever got;
+    `is_returning`: it lost one, and goes before those that never had any.
+    Of prefixes: `plan`: the files named for it; `expected_length`: how much was then expected to be restored, `restored_length`:
+    how much was; `cached_length`: the same at its first start, which is what its client is told. `awaits_restored`: it has a
+    PrefixUse and no Restored came yet; until then its leases run. `keeps`: memory is told to keep it, so others may follow it.
+    `awaited_length`: what it last followed another for, 0 if nobody.
     Of speculation: `member`: its part in the pairing, while it runs; tokens proposed for it, and of them those committed.
     """
 
@@ -143,11 +148,14 @@ class Sequence:
     num_read: int = 0
     charged_length: int = 0
     placed_at: float = 0.0
+    num_starts: int = 0
+    is_returning: bool = False
     batch: Batch | None = None
     finish: FinishReason | None = None
     plan: Plan | None = None
     expected_length: int = 0
-    cached_length: int = 0
+    restored_length: int = 0
+    cached_length: int | None = None
     awaits_restored: bool = False
     keeps: bool = False
     awaited_length: int = 0
@@ -163,6 +171,13 @@ class Sequence:
     def leads(self) -> bool:
         """Whether others may wait for what it computes."""
         return self.keeps and self.state is SequenceState.PREFILLING and self.record.secret is not None
+
+
+def known_tokens(sequence: Sequence) -> TokenIds:
+    """Prompt and output so far of a prepared request's sequence."""
+    prompt = sequence.record.prompt_tokens
+    assert prompt is not None
+    return TokenIds([*prompt, *sequence.committed]) if sequence.committed else prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +196,8 @@ class RequestRecord:
     """A request known to the scheduler, from its acceptance until the worker holds nothing of it any more.
 
     `prompt_tokens` is None until prepared; then there is one Sequence per number. `windowed` starts as the request's own and
-    ends with `Unwindow`. Times are in the scheduler's clock.
+    ends with `Unwindow`. Times are in the scheduler's clock. `num_crashes`: workers that died with it aboard since it last made
+    progress, from `crash_length` committed tokens of all its sequences.
     Of prefixes: `scope` is the request's own until that is erased. `secret`, `chain`: known once prepared, if its model's prefixes
     can be kept; None and empty otherwise. `is_unpinned`: whatever is pinned for it is not wanted any more.
     """
@@ -206,6 +222,8 @@ class RequestRecord:
     following: Following | None = field(default=None, repr=False)
     pinned_length: int = 0
     is_unpinned: bool = False
+    num_crashes: int = 0
+    crash_length: int = 0
 
     @property
     def has_ended(self) -> bool:

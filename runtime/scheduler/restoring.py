@@ -11,15 +11,16 @@ from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 from math import inf
 
-from runtime.prefix.hashing import BlockHash, block_hashes
+from runtime.prefix.hashing import BlockHash, Secret, block_hashes
 from runtime.prefix.layout import Style
 from runtime.prefix.plans import Plan
 from runtime.protocol.commands import PrefixUse, SegmentRange
 from runtime.protocol.events import PrefixFacts, Restored
+from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.book import Book
 from runtime.scheduler.following import FOLLOW_TOKENS, Leaders, usable_length
 from runtime.scheduler.model import Model
-from runtime.scheduler.request import Following, RequestRecord, Sequence, SequenceState
+from runtime.scheduler.request import Following, RequestRecord, Sequence, SequenceState, known_tokens
 from runtime.scheduler.stimuli import MarkUsed
 
 CHECKPOINT_SPACING_TOKENS = 512
@@ -114,8 +115,11 @@ def _add(leaders: Leaders[Sequence], sequence: Sequence) -> None:
 def _memory_reach(model: Model, record: RequestRecord, since: int = 0) -> int:
     assert record.secret is not None
     assert record.prompt_tokens is not None
-    reach = model.hints.reach(record.secret, record.prompt_tokens, since)
-    return usable_length(reach, len(record.prompt_tokens), _style(model))
+    return _reach(model, record.secret, record.prompt_tokens, since)
+
+
+def _reach(model: Model, secret: Secret, tokens: TokenIds, since: int = 0) -> int:
+    return usable_length(model.hints.reach(secret, tokens, since), len(tokens), _style(model))
 
 
 def _file_reach(book: Book, model: Model, record: RequestRecord) -> int:
@@ -149,8 +153,12 @@ def find(book: Book, model: Model, sequence: Sequence) -> Start:
     record = sequence.record
     if record.secret is None:
         return Start(sequence, None, 0)
-    plan = model.benefit.choose(_plans(book, record))
-    in_memory = _memory_reach(model, record) if book.prefixes.has_memory else 0
+    tokens = known_tokens(sequence)
+    if sequence.committed and book.prefixes.has_files:  # what it generated before may be there, too
+        plan = model.benefit.choose(book.prefixes.index.plans(block_hashes(record.secret, tokens), len(tokens)))
+    else:
+        plan = model.benefit.choose(_plans(book, record))
+    in_memory = _reach(model, record.secret, tokens) if book.prefixes.has_memory else 0
     return Start(sequence, plan, max(in_memory, 0 if plan is None else plan.end))
 
 
@@ -191,9 +199,11 @@ def restored(book: Book, model: Model, sequence: Sequence, event: Restored) -> N
         return
     record, prefixes = sequence.record, book.prefixes
     sequence.awaits_restored = False
-    sequence.cached_length = event.length
+    sequence.restored_length = event.length
     prefixes.index.release(sequence.id)
-    record.flow.charge(sequence.expected_length - event.length)
+    if sequence.cached_length is None:  # of a replay its client is told nothing, and its tenant pays nothing for it
+        sequence.cached_length = event.length
+        record.flow.charge(sequence.expected_length - event.length)
     if sequence.batch is not None:  # it may be longer than it was expected to be
         padded = (sequence.length - event.length) * sequence.batch.num_rows_left
         sequence.batch.padded_tokens = max(sequence.batch.padded_tokens, padded)
@@ -201,14 +211,15 @@ def restored(book: Book, model: Model, sequence: Sequence, event: Restored) -> N
     _count(book, sequence, event)
     if record.secret is not None and record.prompt_tokens is not None:
         slack = FOLLOW_TOKENS if _style(model) == "dense" else CHECKPOINT_SPACING_TOKENS
-        if event.length + slack < _memory_reach(model, record):
-            model.hints.correct(record.secret, record.prompt_tokens, event.length + slack)
+        tokens = known_tokens(sequence)
+        if event.length + slack < _reach(model, record.secret, tokens):
+            model.hints.correct(record.secret, tokens, event.length + slack)
 
 
 def computed(model: Model, rows: Sized[Sequence], seconds: float) -> None:
     """These rows were prefilled in so many seconds; learned from when they were a whole batch, and enough to tell."""
     batches = {id(row.batch): row.batch for row in rows}
-    num_tokens = sum(row.length - row.cached_length for row in rows)
+    num_tokens = sum(row.length - row.restored_length for row in rows)
     if len(batches) == 1 and num_tokens >= MEASURED_TOKENS:
         (batch,) = batches.values()
         if batch is not None and batch.num_rows == len(rows):
@@ -218,8 +229,8 @@ def computed(model: Model, rows: Sized[Sequence], seconds: float) -> None:
 def _fault(sequence: Sequence, event: Restored) -> str | None:
     if sequence.keeps is sequence.awaits_restored is False and sequence.record.request.scope is None:
         return "it was given no prefix"
-    if not 0 <= event.length < sequence.prompt_length:
-        return f"{event.length} of its {sequence.prompt_length} tokens"
+    if not 0 <= event.length < sequence.length:
+        return f"{event.length} of its {sequence.length} tokens"
     if (event.source == "none") != (event.length == 0):
         return f"{event.length} tokens from {event.source!r}"
     if event.num_files < 0 or event.num_bytes < 0 or not 0 <= event.seconds < inf:

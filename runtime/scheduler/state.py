@@ -6,12 +6,13 @@ worker's words are taken in by progress.py, work is handed out by placement.py, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import assert_never
 
 from runtime.config import Settings
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
 from runtime.protocol.ids import ModelName, RequestId
-from runtime.scheduler import grants, keeping, progress, speculation
+from runtime.scheduler import grants, keeping, progress, replaying, speculation
 from runtime.scheduler.admission import refusal
 from runtime.scheduler.book import Book
 from runtime.scheduler.drafting import DraftLength
@@ -186,10 +187,12 @@ class SchedulerState:
             return  # unloaded meanwhile, or said before
         if model.incarnation is not None:
             # The supervisor announces every loss before; were it to forget, the new worker must not inherit the old one's slots.
-            self.book.lose(model, ModelUnavailable(model.name, "its worker was replaced"), now)
+            error = ModelUnavailable(model.name, "its worker was replaced")
+            self.book.lose(model, partial(replaying.suspend, self.book, model, error=error, now=now))
         model.incarnation = model.last_incarnation = stimulus.incarnation
         model.facts = stimulus.facts
         model.unavailable = None
+        replaying.check_weights(self.book, model, now)
         self.book.look_again(model)
         speculation.attach(self.book, model.name)
 
@@ -198,9 +201,11 @@ class SchedulerState:
         if model is None or (model.incarnation is not None and stimulus.incarnation < model.incarnation):
             return
         model.last_incarnation = max(model.last_incarnation, stimulus.incarnation)
-        self.book.lose(model, stimulus.error, now)
-        if not stimulus.restarting:
-            error = stimulus.error
+        error = stimulus.error
+        if stimulus.restarting:
+            self.book.lose(model, partial(replaying.suspend, self.book, model, error=error, now=now))
+        else:
+            self.book.lose(model, partial(self.book.fail, error=error, now=now))
             message = f"its worker ended and is not started again ({error})"
             model.unavailable = error if isinstance(error, ModelError) else ModelUnavailable(model.name, message)
 
@@ -208,7 +213,7 @@ class SchedulerState:
         model = self.book.models.get(name)
         if model is None:
             return
-        self.book.lose(model, error, now)
+        self.book.lose(model, partial(self.book.fail, error=error, now=now))
         for flow in model.fair.flows.values():
             del flow.tenant.flows[name]
         del self.book.models[name]

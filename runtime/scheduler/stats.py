@@ -27,6 +27,7 @@ class ModelStats:
     preparing: int
     prefilling: int
     running: int
+    replaying: int
     parked_sequences: int
     used_slots: int
     max_slots: int
@@ -97,7 +98,8 @@ class PairingStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """By the names that the app gave; `finished`, `cancelled`, `failed` and `rejected` count requests since the start."""
+    """By the names that the app gave; `finished`, `cancelled`, `failed` and `rejected` count requests since the start, and
+    `replayed` how often one lost its worker and went on in the next."""
 
     models: Mapping[str, ModelStats]
     tenants: Mapping[str, TenantStats]
@@ -107,6 +109,7 @@ class SchedulerStats:
     rejected: int
     prefixes: PrefixStats
     pairings: tuple[PairingStats, ...] = ()
+    replayed: int = 0
 
 
 def snapshot(book: Book) -> SchedulerStats:
@@ -132,6 +135,7 @@ def snapshot(book: Book) -> SchedulerStats:
         rejected=book.num_rejected,
         prefixes=_prefix_stats(list(book.prefixes.counts.values()), book.prefixes.index.entries()),
         pairings=tuple(_pairing_stats(book, model.pairing) for model in book.models.values() if model.pairing is not None),
+        replayed=book.num_replayed,
     )
 
 
@@ -185,6 +189,7 @@ def _model_stats(book: Book, model: Model) -> ModelStats:
         preparing=states[RequestState.PREPARING],
         prefilling=states[RequestState.PREFILLING],
         running=states[RequestState.RUNNING],
+        replaying=states[RequestState.REPLAYING],
         parked_sequences=sum(sequence.state is SequenceState.PARKED for sequence in model.sequences.values()),
         used_slots=len(model.sequences),
         max_slots=model.max_slots,

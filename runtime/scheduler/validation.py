@@ -14,6 +14,7 @@ from runtime.scheduler.model import Model
 from runtime.scheduler.pairing_validation import validate_pairings
 from runtime.scheduler.request import RequestRecord, RequestState, Sequence, SequenceState
 
+_STARTED = frozenset({RequestState.PREFILLING, RequestState.RUNNING, RequestState.REPLAYING})
 _IN_SLOT = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED, SequenceState.RELEASING})
 
 
@@ -69,7 +70,7 @@ def _validate_record(book: Book, model: Model, record: RequestRecord) -> None:
     assert (record.request.id in flow.preparing) == in_worker, f"{what}: preparing or not?"
     assert not in_worker or model.preparing.get(record.request.id) is record, f"{what}: the worker does not prepare it"
     assert (record in flow.ready) == (is_waiting and not record.has_ended), f"{what}: ready or not?"
-    assert _runs(record) == (state in (RequestState.PREFILLING, RequestState.RUNNING)), f"{what}: started or not?"
+    assert _runs(record) == (state in _STARTED), f"{what}: started or not?"
     if record.has_ended:
         held = record.request.id in model.preparing or any(model.sequences.get(s.id) is s for s in record.sequences)
         assert held, f"{what}: kept although the worker holds nothing of it"
@@ -90,6 +91,8 @@ def _validate_sequence(book: Book, model: Model, record: RequestRecord, sequence
     assert sequence.num_read <= len(sequence.committed), f"{what}: read more than there is"
     live = sequence.state in (SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED)
     assert live == (sequence.state in _IN_SLOT and sequence.finish is None and not record.has_ended), f"{what}: live or not?"
+    if sequence.state is SequenceState.WAITING:
+        assert (sequence.num_starts > 0) == sequence.is_returning, f"{what}: had a slot and does not come back"
     if live:
         assert sequence.limit <= limit_of(sequence, book.settings.stream_window_tokens), f"{what}: granted too much"
         is_at_limit = sequence.limit <= sequence.length < sequence.max_length
@@ -105,6 +108,11 @@ def _validate_model(book: Book, model: Model) -> None:
     assert not model.sequences_to_release, f"{what}: releases were not sent"
     assert not model.needs_placing, f"{what}: free slots were not looked at"
     assert len(model.sequences) <= model.max_slots, f"{what}: {len(model.sequences)} sequences in {model.max_slots} slots"
+    returning = [s for r in book.requests.values() if r.request.model == model.name for s in r.sequences if s.is_returning]
+    assert set(returning) == set(model.returning.values()), f"{what}: who comes back is miscounted"
+    assert all(s.state is SequenceState.WAITING and s.num_starts for s in returning), f"{what}: comes back without having been"
+    assert all(book.requests.get(request) is record for request, record in model.suspects.items()), f"{what}: suspects nobody"
+    assert all(not r.has_ended and r.num_crashes for r in model.suspects.values()), f"{what}: suspects an innocent"
     if model.incarnation is None:
         assert not model.sequences, f"{what}: no worker, but sequences in it"
         assert not model.preparing, f"{what}: no worker, but requests in it"

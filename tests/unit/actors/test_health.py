@@ -121,21 +121,25 @@ def test_asking_again_does_not_extend_the_deadline() -> None:
     assert vigil.verdict(5.0) is not None
 
 
-def test_restarts_wait_twice_as_long_each_time_and_the_fifth_death_is_the_last() -> None:
-    budget = RestartBudget()
-    assert [budget.died(float(now)) for now in (0, 1, 2, 3)] == [0.5, 1.0, 2.0, 4.0]
+def test_the_first_restart_is_at_once_the_others_wait_twice_as_long_each_time_and_the_fifth_death_is_the_last() -> None:
+    budget = RestartBudget(max_restarts=4)
+    assert [budget.died(float(now)) for now in (0, 1, 2, 3)] == [0.0, 0.5, 1.0, 2.0]
     assert budget.died(4.0) is None
 
 
+def test_no_restart_at_all_may_be_wanted() -> None:
+    assert RestartBudget(max_restarts=0).died(0.0) is None
+
+
 def test_deaths_far_apart_never_spend_the_budget_and_the_wait_is_bounded() -> None:
-    budget = RestartBudget()
+    budget = RestartBudget(max_restarts=4)
     waits = [budget.died(now * 150.0) for now in range(20)]
     assert None not in waits
     assert max(wait for wait in waits if wait is not None) == 30.0
 
 
 def test_a_quiet_window_resets_the_wait() -> None:
-    budget = RestartBudget()
+    budget = RestartBudget(max_restarts=4)
     budget.died(0.0)
     budget.died(1.0)
-    assert budget.died(601.0) == 0.5
+    assert budget.died(601.0) == 0.0

@@ -406,10 +406,11 @@ async def test_unloading_while_it_loads_ends_the_process_and_tells_the_callers(d
 async def test_unloading_during_the_back_off_ends_it_at_once(directory: Path) -> None:
     async with house(directory) as it:
         (await it.load_ready()).exit(None)
-        await until(lambda: it.supervisor.find(CHAT).state is WorkerState.BACKOFF)
+        (await it.launch.process(2)).exit(None)  # the first restart is at once
+        await until(lambda: it.heard.moves.count(WorkerState.BACKOFF) == 2)
         await it.supervisor.unload(CHAT)
         assert it.heard.moves[-1] is WorkerState.STOPPED
-        assert len(it.launch.processes) == 1
+        assert len(it.launch.processes) == 2
 
 
 async def test_closing_ends_what_loads_and_what_runs_and_refuses_new_loads(directory: Path) -> None:

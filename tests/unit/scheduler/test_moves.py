@@ -157,6 +157,20 @@ def lost() -> House:
     return house
 
 
+def coming_back() -> House:
+    house = lost()
+    house.up(incarnation=2)
+    return house
+
+
+def suspected() -> House:
+    house = coming_back()
+    house.lose(incarnation=2)
+    house.lose(incarnation=3)
+    house.submit("other")
+    return house
+
+
 def unavailable() -> House:
     house = decoding()
     house.lose(restarting=False)
@@ -181,6 +195,8 @@ STATES = [
     cancelled_while_decoding,
     breached,
     lost,
+    coming_back,
+    suspected,
     unavailable,
     removed,
 ]
@@ -218,7 +234,7 @@ def test_every_stimulus_in_every_state_leaves_the_books_right(make: Callable[[],
         house.do(stimulus)  # recounts everything
     # and however it stands now, the house can be emptied and used again
     house.cancel(ME)
-    house.lose(incarnation=9)
+    house.lose(incarnation=9, restarting=False)
     assert ME in house.outcomes
     assert house.state.book.requests == {}
     house.do(ModelAdded(MODEL, 4))

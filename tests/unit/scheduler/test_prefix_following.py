@@ -160,10 +160,11 @@ def test_when_the_leaders_tenant_is_erased_its_followers_go_on_alone() -> None:
     assert house.row(ready(house, two)).prefix is None
 
 
-def test_a_lost_worker_ends_leader_and_followers_alike() -> None:
+def test_after_a_worker_is_lost_the_leader_leads_again_and_the_follower_waits_again() -> None:
     house, (one, two) = together(ONE, TWO)
     house.lose()
-    assert {house.outcomes[request].state for request in (one, two)} == {"failed"}
+    house.up(incarnation=2)
+    assert house.started([one, two]) == [one]
 
 
 def test_a_row_starts_when_its_leader_had_no_room_in_the_batches_of_the_round() -> None:

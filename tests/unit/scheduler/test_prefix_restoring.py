@@ -261,7 +261,8 @@ def test_a_little_less_than_expected_says_nothing_of_memory() -> None:
 def test_what_a_lost_worker_held_is_not_expected_of_the_next() -> None:
     house = PrefixHouse(disk=0)
     house.compute(started(house))
-    house.lose()
+    house.lose(restarting=False)
+    house.add()
     house.up(incarnation=2)
     request = house.submit(prompt_length=len(PROMPT), scope=scope_of("t"))
     house.say(Prepared(request, TokenIds(PROMPT)), incarnation=2)

@@ -138,13 +138,13 @@ async def test_cancelling_a_stream_ends_it_before_the_call_returns() -> None:
     assert (await stream.receive()) is stream.outcome
 
 
-async def test_a_worker_lost_from_within_a_send_ends_its_requests_and_not_the_scheduler() -> None:
+async def test_a_worker_lost_for_good_from_within_a_send_ends_its_requests_and_not_the_scheduler() -> None:
     scheduler, port = a_scheduler()
     earlier = submit(scheduler)
 
     def lose(command: AnyCommand) -> None:
         if isinstance(command, Prepare):
-            scheduler.offer(WorkerLost(MODEL, FIRST, crash(), None, True))
+            scheduler.offer(WorkerLost(MODEL, FIRST, crash(), None, False))
             assert earlier.outcome is None, "one stimulus is carried out before the next is handled"
 
     port.on_send = lose
@@ -153,6 +153,7 @@ async def test_a_worker_lost_from_within_a_send_ends_its_requests_and_not_the_sc
         assert isinstance(stream.outcome.error, WorkerCrashed)
     scheduler.state.validate()
     port.on_send = lambda command: None
+    scheduler.offer(ModelAdded(MODEL, 4))
     scheduler.offer(WorkerUp(MODEL, Incarnation(2), facts()))
     assert submit(scheduler).outcome is None
 

@@ -292,7 +292,8 @@ def test_the_drama_is_not_an_empty_one() -> None:
         seen["rejected"] += drama.num_rejected
         seen["granted"] += len(drama.house.limits())
         seen += drama.seen
-    ends = {"finished", "cancelled", "WorkerCrashed", "ModelNotLoaded", "DeadlineExceeded", "InvalidRequest", "ContextTooLong"}
+        seen["replayed"] += drama.house.state.book.num_replayed
+    ends = {"finished", "cancelled", "ModelNotLoaded", "DeadlineExceeded", "InvalidRequest", "ContextTooLong"}
     assert {*ends, "GenerationFailed", "rejected", "granted"} <= seen.keys()
-    assert all(seen[what] > 0 for what in ("verified", "accepted", "drafted", "lost", "late")), seen
+    assert all(seen[what] > 0 for what in ("verified", "accepted", "drafted", "lost", "late", "replayed")), seen
     assert seen["finished"] > 50
