@@ -18,7 +18,7 @@ import msgspec
 
 from runtime.engine import fake_draw
 from runtime.engine.engine import Loaded, LoadError, Progress, RowError, RowResult, RowStep
-from runtime.engine.fake_faults import Faults, print_garbage
+from runtime.engine.fake_faults import Faults, Participant, print_garbage
 from runtime.engine.fake_text import EOS, EOS_IDS, VOCABULARY_SIZE, FakeTokenizer
 from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, cut_part
 from runtime.protocol.commands import FakeScript, Fault, Load, Sampling
@@ -150,10 +150,10 @@ class FakeEngine:
 
     def _foresee(self, rows: Sequence[RowStep]) -> tuple[list[Fault], float]:
         """This step's faults, counted, and its scripted seconds."""
-        kind, numbers, seconds = self._describe(rows)
-        return self.faults.due(kind, numbers) if self._script.faults else [], seconds
+        kind, participants, seconds = self._describe(rows)
+        return self.faults.due(kind, participants) if self._script.faults else [], seconds
 
-    def _describe(self, rows: Sequence[RowStep]) -> tuple[Literal["prefill", "decode"], list[int], float]:
+    def _describe(self, rows: Sequence[RowStep]) -> tuple[Literal["prefill", "decode"], list[Participant], float]:
         mine = [self._rows[row.sequence] for row in rows]
         is_prefill = any(len(row.context.ids) < len(row.known) for row in mine)
         if is_prefill:
@@ -161,13 +161,17 @@ class FakeEngine:
             seconds = self._script.prefill_seconds_per_token * num_tokens
         else:
             seconds = self._script.decode_seconds_per_step * math.ceil(len(rows) / self._script.max_batch_rows)
-        return "prefill" if is_prefill else "decode", [row.number for row in mine], seconds
+        return (
+            "prefill" if is_prefill else "decode",
+            [Participant(row.number, row.known[: row.prompt_length]) for row in mine],
+            seconds,
+        )
 
     def promised_seconds(self, rows: Sequence[RowStep]) -> float:
         """Scripted times, and the sleeps scripted for prefill (those of decode are not declared)."""
-        kind, numbers, seconds = self._describe(rows)
+        kind, participants, seconds = self._describe(rows)
         if kind == "prefill" and self._script.faults:
-            seconds += self.faults.sleep_seconds_ahead("prefill", numbers)
+            seconds += self.faults.sleep_seconds_ahead("prefill", participants)
         return seconds
 
     def length(self, sequence: SequenceId) -> int:

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from runtime.protocol.commands import Fault
 
@@ -25,6 +25,13 @@ def print_garbage() -> None:
     sys.stderr.buffer.flush()
 
 
+class Participant(NamedTuple):
+    """A sequence in a step: the how manieth that was ever added, and its prompt."""
+
+    number: int
+    prompt: Sequence[int]
+
+
 class Faults:
     """The script's faults of one incarnation, each with a count of its own.
 
@@ -36,22 +43,22 @@ class Faults:
         self._counts = [0] * len(self._faults)
         self._send_garbage = send_garbage
 
-    def due(self, at: FaultStep, sequence_numbers: Collection[int] = ()) -> list[Fault]:
+    def due(self, at: FaultStep, participants: Collection[Participant] = ()) -> list[Fault]:
         """Count this step and give the faults that happen in it."""
         due = []
         for number, fault in enumerate(self._faults):
-            if _concerns(fault, at, sequence_numbers):
+            if _concerns(fault, at, participants):
                 self._counts[number] += 1
                 if _happens(fault, self._counts[number]):
                     due.append(fault)
         return due
 
-    def sleep_seconds_ahead(self, at: FaultStep, sequence_numbers: Collection[int]) -> float:
+    def sleep_seconds_ahead(self, at: FaultStep, participants: Collection[Participant]) -> float:
         """How long the faults of the next such step will sleep. Counts nothing."""
         return sum(
             fault.seconds
             for fault, count in zip(self._faults, self._counts, strict=True)
-            if fault.action == "sleep" and _concerns(fault, at, sequence_numbers) and _happens(fault, count + 1)
+            if fault.action == "sleep" and _concerns(fault, at, participants) and _happens(fault, count + 1)
         )
 
     def reach(self, at: FaultStep) -> None:
@@ -77,8 +84,11 @@ class Faults:
                 self._send_garbage()
 
 
-def _concerns(fault: Fault, at: FaultStep, sequence_numbers: Collection[int]) -> bool:
-    return fault.at == at and (fault.sequence_number is None or fault.sequence_number in sequence_numbers)
+def _concerns(fault: Fault, at: FaultStep, participants: Collection[Participant]) -> bool:
+    if fault.at != at:
+        return False
+    is_there = fault.sequence_number is None or any(fault.sequence_number == each.number for each in participants)
+    return is_there and (fault.token is None or any(fault.token in each.prompt for each in participants))
 
 
 def _happens(fault: Fault, count: int) -> bool:

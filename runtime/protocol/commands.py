@@ -13,7 +13,7 @@ import msgspec
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 PREPARE_SECONDS = 20.0
 """A worker refuses a prompt whose rendering and tokenizing takes longer."""
 
@@ -27,7 +27,8 @@ class Fault(Wire):
     """Scripted misbehaviour of the fake engine: at the `number`-th time (from 1) the step `at` is reached.
 
     `sequence_number` narrows it to steps in which the n-th sequence ever added (from 1) takes part; then
-    "raise" and "nonfinite" hit that row alone. `incarnations` says in which lives of the worker it happens.
+    "raise" and "nonfinite" hit that row alone. `token`: to steps with a sequence that has this token in its prompt, which makes a
+    request a poison in every life. `incarnations` says in which lives of the worker it happens.
     """
 
     at: Literal["import", "load", "prepare", "prefill", "decode", "release", "shutdown"]
@@ -38,6 +39,7 @@ class Fault(Wire):
     exit_code: int = 1
     sequence_number: int | None = None
     incarnations: tuple[int, ...] = (1,)
+    token: int | None = None
 
 
 class FakeScript(Wire):

@@ -27,8 +27,8 @@ from runtime.scheduler.request import (
 
 SUSPECT_CRASHES: Final = 2
 MAX_CRASHES: Final = 3
-PROGRESS_TOKENS: Final = 4
-"""Fewer new tokens than these are no progress: the last ones before a death may or may not have been heard."""
+PROGRESS_TOKENS: Final = 16
+"""Fewer new tokens are no progress: some kill their workers a few tokens later each time."""
 
 _IN_STEPS = (SequenceState.PREFILLING, SequenceState.DECODING)
 

@@ -168,7 +168,7 @@ def test_a_worker_lost_again_before_it_took_anything_in_loses_nothing() -> None:
 
 def test_whoever_makes_progress_outlives_any_number_of_workers() -> None:
     house = a_house()
-    request, sequence = house.start(max_tokens=200)
+    request, sequence = house.start(max_tokens=1000)
     for incarnation in range(1, 30):
         house.step(sequence, num_steps=PROGRESS_TOKENS, incarnation=incarnation)
         die(house, incarnation)
@@ -262,7 +262,7 @@ def test_suspects_are_tried_one_at_a_time_and_whoever_moves_on_is_one_no_more() 
 
 def test_nobody_new_starts_beside_a_suspect() -> None:
     house = a_house()
-    _, sequence = house.start()
+    _, sequence = house.start(max_tokens=200)
     die(house, 1)
     die(house, 2)
     late = house.submit("late")
@@ -275,7 +275,7 @@ def test_nobody_new_starts_beside_a_suspect() -> None:
 def test_a_prompt_that_kills_the_tokenizers_worker_is_tried_alone_and_ends() -> None:
     house = a_house()
     poison = house.submit("p")
-    innocent = house.submit("i")
+    innocent = house.submit("i", max_tokens=200)
     die(house, 1)
     assert house.asked_to_prepare()[-2:] == [poison, innocent]
     die(house, 2)
@@ -292,7 +292,7 @@ def test_a_suspect_beyond_its_tenants_quota_is_tried_all_the_same() -> None:
     """It waits for nobody: those that fill the quota wait for it."""
     house = a_house()
     house.tenant("t", max_running=1)
-    house.start(max_tokens=50)
+    house.start(max_tokens=200)
     poison = house.submit()
     die(house, 1)
     running, sequence = RequestId(1), house.sequence(RequestId(1))
