@@ -68,7 +68,7 @@ async def test_chatting_clients_are_answered_and_one_that_hangs_up_ends_nobody_e
 @pytest.mark.anyio
 async def test_a_chat_that_kills_its_workers_is_told_and_begins_anew() -> None:
     module = example("tenant_chat")
-    crash = runtime.testing.Fault("decode", "kill", number=3, incarnations=(1, 2, 3))
+    crash = runtime.testing.Fault("prefill", "kill", incarnations=(1, 2, 3))
     async with anyio.create_task_group() as group:
 
         async def serve(*, task_status: anyio.abc.TaskStatus[int]) -> None:
