@@ -13,7 +13,7 @@ from runtime.protocol.commands import ChatPrompt, Prompt, TextPrompt, TokenPromp
 from runtime.scheduler.book import Book
 from runtime.scheduler.fairness import Flow, Tenant
 from runtime.scheduler.model import Model
-from runtime.scheduler.request import RequestRecord, SequenceState
+from runtime.scheduler.request import RequestRecord
 
 CHARACTERS_PER_TOKEN = 4
 UNMEASURED_SERVICE_SECONDS = 1.0
@@ -109,6 +109,6 @@ def fair_share(model: Model, tenant: Tenant) -> float:
 
 def retry_after_seconds(model: Model, num_parallel: float, now: float) -> float:
     """Until the next of `num_parallel` sequences ends and its slot's successor leaves the queue, by measured times."""
-    longest = max((now - s.placed_at for s in model.sequences.values() if s.state is not SequenceState.RELEASING), default=0.0)
+    longest = max((now - s.placed_at for s in model.sequences.values() if not s.is_going), default=0.0)
     service = model.service_seconds if model.service_seconds is not None else max(longest, UNMEASURED_SERVICE_SECONDS)
     return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, service / max(1.0, num_parallel)))

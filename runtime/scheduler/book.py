@@ -14,7 +14,7 @@ from typing import Literal
 from runtime.config import Settings, TenantSpec
 from runtime.errors import TroupeError
 from runtime.protocol.commands import AnyCommand, Grant, Release, Unpin
-from runtime.protocol.ids import ModelName, RequestId, TenantId
+from runtime.protocol.ids import ModelName, RequestId, SequenceId, TenantId
 from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.fairness import Flow, Tenant
 from runtime.scheduler.model import Model
@@ -59,6 +59,7 @@ class Book:
         self.num_ended: dict[RequestState, int] = dict.fromkeys(_OUTCOMES, 0)
         self.num_rejected = 0
         self.num_replayed = 0
+        self.num_preempted = 0
         self.prefixes = Prefixes(settings)
 
     def touch(self, model: Model) -> None:
@@ -73,6 +74,10 @@ class Book:
     def disturb(self, pairing: Pairing) -> None:
         """Have what its state asks for sent after this stimulus."""
         self.disturbed[pairing.target] = pairing
+
+    def new_sequence_id(self) -> SequenceId:
+        self.next_sequence += 1
+        return SequenceId(self.next_sequence - 1)
 
     def tenant(self, name: TenantId) -> Tenant:
         if name not in self.tenants:
@@ -176,21 +181,33 @@ class Book:
     def let_go(self, model: Model, sequence: Sequence) -> None:
         """No more of this sequence: tell the worker, and keep the slot until it says `Released`."""
         if sequence.state is SequenceState.WAITING:
-            if model.returning.pop(sequence.id, None) is not None:
+            if sequence.is_returning:
+                sequence.is_returning = False
+                del model.returning[sequence.id]
                 sequence.record.flow.charge(sequence.length - sequence.charged_length)
             move_sequence(sequence, SequenceState.RELEASED)
         elif sequence.state not in (SequenceState.RELEASING, SequenceState.RELEASED):
+            sequence.record.flow.charge(sequence.length - sequence.charged_length)
+            sequence.charged_length = sequence.length
+            self._dismiss(model, sequence, SequenceState.RELEASING)
+
+    def preempt(self, model: Model, sequence: Sequence) -> None:
+        """It leaves its slot, and goes on later where its stream stands."""
+        self.num_preempted += 1
+        self._dismiss(model, sequence, SequenceState.LEAVING)
+
+    def _dismiss(self, model: Model, sequence: Sequence, to: SequenceState) -> None:
+        """Tell the worker to forget a sequence, unless it has been told."""
+        if not sequence.is_going:
             self.leave_batch(model, sequence)
             if sequence.member is not None and model.pairing is not None:
                 model.pairing.leave(sequence.member)
                 self.disturb(model.pairing)
             self.prefixes.index.release(sequence.id)
-            sequence.record.flow.charge(sequence.length - sequence.charged_length)
-            sequence.charged_length = sequence.length
-            move_sequence(sequence, SequenceState.RELEASING)
             model.grants.pop(sequence.id, None)
             model.sequences_to_release.append(sequence.id)
             self.touch(model)
+        move_sequence(sequence, to)
 
     def leave_batch(self, model: Model, sequence: Sequence) -> None:
         """It is prefilled, or over; to be called before it moves on."""

@@ -34,8 +34,7 @@ def invite(book: Book, pairing: Pairing, drafter: Model, members: Iterable[Membe
         if member.sequence.length >= drafter.facts.context_length:
             member.guest_state = "refused"
             continue
-        member.guest, member.guest_state = SequenceId(book.next_sequence), "prefilling"
-        book.next_sequence += 1
+        member.guest, member.guest_state = book.new_sequence_id(), "prefilling"
         pairing.guests[member.guest] = member
         rows.append(_row(book, drafter, member.guest, member.sequence))
     if rows:

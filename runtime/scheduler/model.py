@@ -27,6 +27,7 @@ class Model:
     sequences: those that hold a slot. returning: those that lost theirs and go on before others. suspects: requests that several
     workers died with, and that run alone until they have got further, the first first.
     preparing: requests the worker may be tokenizing, also ended ones not yet `Released`.
+    max_tokens: that its sequences may hold together; None while nobody says.
     num_unstarted: requests without an end that no sequence of has got a slot. service_seconds, output_tokens: moving averages
     per sequence, of its time in the slot and of its length. needs_placing: something changed that may let rows start.
     collect_until: when ready rows stop waiting for others to be prefilled with; None when none waits so.
@@ -47,6 +48,7 @@ class Model:
     suspects: dict[RequestId, RequestRecord] = field(default_factory=dict)
     preparing: dict[RequestId, RequestRecord] = field(default_factory=dict)
     batches: list[Batch] = field(default_factory=list)
+    max_tokens: int | None = None
     num_unstarted: int = 0
     service_seconds: float | None = None
     output_tokens: float = _INITIAL_OUTPUT_TOKENS
@@ -70,6 +72,6 @@ class Model:
 
     @property
     def num_soon_free_slots(self) -> int:
-        """Free slots and those that wait only for the worker's `Released`, but for those that others come back to."""
+        """Free slots and those that wait only for the worker's `Released`, but for those that somebody comes back to."""
         live = sum(sequence.state is not SequenceState.RELEASING for sequence in self.sequences.values())
         return max(0, self.max_slots - live - len(self.returning))

@@ -12,7 +12,7 @@ from itertools import chain, islice
 import msgspec
 
 from runtime.protocol.commands import Prefill, PrefillRow, PrefixUse, Prepare, Sampling
-from runtime.scheduler import prefill, replaying, restoring
+from runtime.scheduler import prefill, replaying, restoring, room
 from runtime.scheduler.admission import row_cost
 from runtime.scheduler.book import Book
 from runtime.scheduler.grants import can_go_on, limit_of
@@ -49,7 +49,7 @@ def place(book: Book, model: Model, now: float) -> None:
 def _fill_slots(book: Book, model: Model, now: float) -> None:
     outstanding = [batch.padded_tokens for batch in model.batches]
     num_free = model.num_free_slots if prefill.is_room(outstanding, book.settings.prefill_chunk_tokens) else 0
-    rows = _startable(book, model, num_free) if num_free > 0 else []
+    rows = room.startable(model, _startable(book, model, num_free)) if num_free > 0 else []
     if 0 < len(rows) < num_free and _collects(book, model, now):
         return
     model.collect_until = None

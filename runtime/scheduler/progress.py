@@ -25,7 +25,7 @@ from runtime.protocol.events import (
     Verified,
 )
 from runtime.protocol.ids import SequenceId
-from runtime.scheduler import drafted, guests, keeping, replaying, restoring, speculation
+from runtime.scheduler import drafted, guests, keeping, replaying, restoring, room, speculation
 from runtime.scheduler.book import Book, smoothed
 from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
@@ -93,8 +93,7 @@ def _prepared(book: Book, model: Model, event: Prepared, now: float) -> None:
     record.prompt_tokens, record.warnings, record.fingerprint = event.tokens, event.warnings, model.facts.fingerprint
     max_length = min(num_prompt + record.request.max_tokens, context)
     for number in range(record.request.num_sequences):
-        record.sequences.append(Sequence(SequenceId(book.next_sequence), number, record, num_prompt, max_length))
-        book.next_sequence += 1
+        record.sequences.append(Sequence(book.new_sequence_id(), number, record, num_prompt, max_length))
     record.num_unfinished = len(record.sequences)
     restoring.prepare(book, model, record)
     record.flow.ready.add(record)
@@ -116,7 +115,7 @@ def _prefilled(book: Book, model: Model, event: Prefilled) -> None:
             for pairing in speculation.pairings_of(book, model.name):
                 guests.prefilled(book, pairing, sequence_id, length)
             continue
-        if sequence.state is SequenceState.RELEASING:
+        if sequence.is_going:
             continue
         news[sequence.record.request.id] = sequence.record
         if length >= sequence.prompt_length and sequence.state is SequenceState.PREFILLING:
@@ -154,6 +153,7 @@ def _stepped(book: Book, model: Model, event: StepDone, now: float) -> None:
     for row in event.rows:
         if not _take_row(book, model, event.step, row, now):
             return
+    room.enforce(book, model)
 
 
 def _verified(book: Book, model: Model, event: Verified, now: float) -> None:
@@ -175,6 +175,7 @@ def _verified(book: Book, model: Model, event: Verified, now: float) -> None:
             return
     drafted.verified(model.pairing, event, members, now)
     book.disturb(model.pairing)
+    room.enforce(book, model)
 
 
 def _take_row(book: Book, model: Model, step: int, row: StepRow, now: float) -> bool:
@@ -183,7 +184,7 @@ def _take_row(book: Book, model: Model, step: int, row: StepRow, now: float) -> 
     if sequence is None:
         return not _never_given(book, model, row.sequence)
     state = sequence.state
-    if state is SequenceState.RELEASING:
+    if sequence.is_going:
         return True
     tokens, committed, record = row.tokens, sequence.committed, sequence.record
     length = sequence.prompt_length + len(committed)
@@ -257,10 +258,15 @@ def _released(book: Book, model: Model, event: Released, now: float) -> None:
         sequence = model.sequences.get(sequence_id)
         if sequence is None:
             continue
-        if sequence.state is not SequenceState.RELEASING:
+        if sequence.state is SequenceState.LEAVING:
+            del model.sequences[sequence_id]
+            sequence.id = book.new_sequence_id()  # a late word about the old one is not about its second stay
+            replaying.come_back_later(book, model, sequence)
+        elif sequence.state is SequenceState.RELEASING:
+            book.free_slot(model, sequence, now)
+        else:
             book.breach(model, f"released sequence {sequence_id} without being told to")
             return
-        book.free_slot(model, sequence, now)
 
 
 def _refused(book: Book, model: Model, event: Refused, now: float) -> None:
@@ -271,7 +277,7 @@ def _refused(book: Book, model: Model, event: Refused, now: float) -> None:
         if sequence is None:
             for pairing in speculation.pairings_of(book, model.name):
                 guests.refused(book, pairing, sequence_id)
-        elif sequence.state is not SequenceState.RELEASING:
+        elif not sequence.is_going:
             records[sequence.record.request.id] = sequence.record
     for record in records.values():
         if not record.has_ended:

@@ -81,14 +81,14 @@ def _await_worker(book: Book, model: Model, record: RequestRecord) -> None:
         book.num_replayed += 1
     record.following = None
     for sequence in record.sequences:
-        if sequence.state in (*_IN_STEPS, SequenceState.PARKED):
-            leave_slot(book, model, sequence)
+        if sequence.state in (*_IN_STEPS, SequenceState.PARKED, SequenceState.LEAVING):
+            come_back_later(book, model, sequence)
     if any(sequence.state is SequenceState.WAITING for sequence in record.sequences) and record not in record.flow.ready:
         record.flow.ready.put_back(record)
 
 
-def leave_slot(book: Book, model: Model, sequence: Sequence) -> None:
-    """It will go on later, in whatever worker the model has then, before any other that has no slot."""
+def come_back_later(book: Book, model: Model, sequence: Sequence) -> None:
+    """Nothing of it is in the worker any more. It goes on, in whatever worker the model has then, before those that never began."""
     book.leave_batch(model, sequence)
     book.prefixes.index.release(sequence.id)
     move_sequence(sequence, SequenceState.WAITING)
@@ -97,6 +97,9 @@ def leave_slot(book: Book, model: Model, sequence: Sequence) -> None:
     model.returning[sequence.id] = sequence
     model.sequences.pop(sequence.id, None)
     model.grants.pop(sequence.id, None)
+    if sequence.record not in sequence.record.flow.ready:
+        sequence.record.flow.ready.put_back(sequence.record)
+    book.look_again(model)
 
 
 # -- the next worker ----------------------------------------------------------------------------------------

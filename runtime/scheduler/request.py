@@ -69,16 +69,21 @@ class SequenceState(Enum):
     DECODING = "decoding"
     PARKED = "parked"
     """Stopped in its slot at its limit, until its client reads on."""
+    LEAVING = "leaving"
+    """Preempted; holds its slot until the worker confirms `Released`, and then waits for another."""
     RELEASING = "releasing"
     """Over for us; holds its slot until the worker confirms `Released`."""
     RELEASED = "released"
 
 
+_WAYS_OUT = (SequenceState.WAITING, SequenceState.LEAVING, SequenceState.RELEASING)
+
 SEQUENCE_MOVES: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.PREFILLING, SequenceState.RELEASED}),
-    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, SequenceState.WAITING, SequenceState.RELEASING}),
-    SequenceState.DECODING: frozenset({SequenceState.PARKED, SequenceState.WAITING, SequenceState.RELEASING}),
-    SequenceState.PARKED: frozenset({SequenceState.DECODING, SequenceState.WAITING, SequenceState.RELEASING}),
+    SequenceState.PREFILLING: frozenset({SequenceState.DECODING, *_WAYS_OUT}),
+    SequenceState.DECODING: frozenset({SequenceState.PARKED, *_WAYS_OUT}),
+    SequenceState.PARKED: frozenset({SequenceState.DECODING, *_WAYS_OUT}),
+    SequenceState.LEAVING: frozenset({SequenceState.WAITING, SequenceState.RELEASING}),
     SequenceState.RELEASING: frozenset({SequenceState.RELEASED}),
     SequenceState.RELEASED: frozenset(),
 }
@@ -166,6 +171,11 @@ class Sequence:
     @property
     def length(self) -> int:
         return self.prompt_length + len(self.committed)
+
+    @property
+    def is_going(self) -> bool:
+        """Its worker has been told to forget it, and what that still says of it counts no more."""
+        return self.state in (SequenceState.LEAVING, SequenceState.RELEASING)
 
     @property
     def leads(self) -> bool:

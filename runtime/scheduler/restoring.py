@@ -20,7 +20,7 @@ from runtime.protocol.tokens import TokenIds
 from runtime.scheduler.book import Book
 from runtime.scheduler.following import FOLLOW_TOKENS, Leaders, usable_length
 from runtime.scheduler.model import Model
-from runtime.scheduler.request import Following, RequestRecord, Sequence, SequenceState, known_tokens
+from runtime.scheduler.request import Following, RequestRecord, Sequence, known_tokens
 from runtime.scheduler.stimuli import MarkUsed
 
 CHECKPOINT_SPACING_TOKENS = 512
@@ -190,7 +190,7 @@ def _segments(plan: Plan | None) -> Iterator[SegmentRange]:
 
 def restored(book: Book, model: Model, sequence: Sequence, event: Restored) -> None:
     """Once per row with a PrefixUse; said again, or when the row is over, it changes nothing."""
-    if sequence.state is SequenceState.RELEASING:
+    if sequence.is_going:
         return
     if (fault := _fault(sequence, event)) is not None:
         book.breach(model, f"restored sequence {sequence.id}: {fault}")

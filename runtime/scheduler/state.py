@@ -12,7 +12,7 @@ from typing import assert_never
 from runtime.config import Settings
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
 from runtime.protocol.ids import ModelName, RequestId
-from runtime.scheduler import grants, keeping, progress, replaying, speculation
+from runtime.scheduler import grants, keeping, progress, replaying, room, speculation
 from runtime.scheduler.admission import refusal
 from runtime.scheduler.book import Book
 from runtime.scheduler.drafting import DraftLength
@@ -26,6 +26,7 @@ from runtime.scheduler.stimuli import (
     EraseTenant,
     FilesSeen,
     Instruction,
+    MemorySet,
     ModelAdded,
     ModelRemoved,
     Read,
@@ -112,6 +113,8 @@ class SchedulerState:
                 self._model_added(stimulus)
             case WorkerUp():
                 self._worker_up(stimulus, now)
+            case MemorySet(model=name, max_tokens=max_tokens):
+                self._memory_set(name, max_tokens)
             case WorkerLost():
                 self._worker_lost(stimulus, now)
             case ModelRemoved(model=name, error=error):
@@ -195,6 +198,13 @@ class SchedulerState:
         replaying.check_weights(self.book, model, now)
         self.book.look_again(model)
         speculation.attach(self.book, model.name)
+
+    def _memory_set(self, name: ModelName, max_tokens: int | None) -> None:
+        model = self.book.models.get(name)
+        if model is not None:
+            model.max_tokens = max_tokens
+            room.enforce(self.book, model)
+            self.book.look_again(model)
 
     def _worker_lost(self, stimulus: WorkerLost, now: float) -> None:
         model = self.book.models.get(stimulus.model)

@@ -99,7 +99,8 @@ class PairingStats:
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """By the names that the app gave; `finished`, `cancelled`, `failed` and `rejected` count requests since the start, and
-    `replayed` how often one lost its worker and went on in the next."""
+    `replayed` how often one lost its worker and went on in the next; `preempted` how often a sequence had to make
+    room."""
 
     models: Mapping[str, ModelStats]
     tenants: Mapping[str, TenantStats]
@@ -110,6 +111,7 @@ class SchedulerStats:
     prefixes: PrefixStats
     pairings: tuple[PairingStats, ...] = ()
     replayed: int = 0
+    preempted: int = 0
 
 
 def snapshot(book: Book) -> SchedulerStats:
@@ -136,6 +138,7 @@ def snapshot(book: Book) -> SchedulerStats:
         prefixes=_prefix_stats(list(book.prefixes.counts.values()), book.prefixes.index.entries()),
         pairings=tuple(_pairing_stats(book, model.pairing) for model in book.models.values() if model.pairing is not None),
         replayed=book.num_replayed,
+        preempted=book.num_preempted,
     )
 
 

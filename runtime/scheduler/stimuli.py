@@ -84,6 +84,14 @@ class WorkerUp:
 
 
 @dataclass(frozen=True, slots=True)
+class MemorySet:
+    """The model's sequences may hold so many tokens together from now on; None: nobody counts. Also before its worker is up."""
+
+    model: ModelName
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLost:
     """`error` is what its callers get (WorkerCrashed, WorkerUnresponsive, ...). `restarting` tells whether it will come back."""
 
@@ -155,6 +163,7 @@ Stimulus = (
     | TenantSet
     | ModelAdded
     | WorkerUp
+    | MemorySet
     | WorkerLost
     | ModelRemoved
     | WorkerSaid

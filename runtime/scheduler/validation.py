@@ -15,7 +15,8 @@ from runtime.scheduler.pairing_validation import validate_pairings
 from runtime.scheduler.request import RequestRecord, RequestState, Sequence, SequenceState
 
 _STARTED = frozenset({RequestState.PREFILLING, RequestState.RUNNING, RequestState.REPLAYING})
-_IN_SLOT = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED, SequenceState.RELEASING})
+_LIVE = frozenset({SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED})
+_IN_SLOT = _LIVE | {SequenceState.LEAVING, SequenceState.RELEASING}
 
 
 def validate(book: Book) -> None:
@@ -50,7 +51,7 @@ def _validate_prefixes(book: Book) -> None:
         sequence.id
         for model in book.models.values()
         for sequence in model.sequences.values()
-        if sequence.awaits_restored and sequence.state is not SequenceState.RELEASING
+        if sequence.awaits_restored and not sequence.is_going
     }
     promises = [promise for model in book.models.values() for promise in model.promises.values() if not promise.is_erased]
     assert {promise.entry.name for promise in promises} == prefixes.promised, "promised files are miscounted"
@@ -89,8 +90,9 @@ def _validate_sequence(book: Book, model: Model, record: RequestRecord, sequence
     assert (model.sequences.get(sequence.id) is sequence) == (sequence.state in _IN_SLOT), f"{what}: has a slot or not?"
     assert sequence.prompt_length + len(sequence.committed) <= sequence.max_length, f"{what}: too long"
     assert sequence.num_read <= len(sequence.committed), f"{what}: read more than there is"
-    live = sequence.state in (SequenceState.PREFILLING, SequenceState.DECODING, SequenceState.PARKED)
-    assert live == (sequence.state in _IN_SLOT and sequence.finish is None and not record.has_ended), f"{what}: live or not?"
+    live = sequence.state in _LIVE
+    is_expected = sequence.state in _IN_SLOT and sequence.state is not SequenceState.LEAVING
+    assert live == (is_expected and sequence.finish is None and not record.has_ended), f"{what}: live or not?"
     if sequence.state is SequenceState.WAITING:
         assert (sequence.num_starts > 0) == sequence.is_returning, f"{what}: had a slot and does not come back"
     if live:

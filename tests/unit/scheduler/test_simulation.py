@@ -26,6 +26,7 @@ from runtime.protocol.ids import Incarnation, ModelName, RequestId, TenantId
 from runtime.scheduler.request import Request, sequence_seed
 from runtime.scheduler.stimuli import (
     Cancel,
+    MemorySet,
     ModelAdded,
     ModelRemoved,
     Read,
@@ -89,6 +90,7 @@ class Drama:
             (self.arrive, 3),
             (self.unload, 0.1),
             (self.retune, 0.3),
+            (self.crowd, 0.5),
         ]
 
     def act(self) -> None:
@@ -199,6 +201,11 @@ class Drama:
         spec: Any = self.house.state.book.tenants[TenantId("a")].spec
         self.house.do(TenantSet(TenantId("b"), spec))
 
+    def crowd(self) -> None:
+        """Memory grows scarce, or is there again."""
+        room = self.chance.choice([None, 1, 40, 120])
+        self.house.do(MemorySet(self.chance.choice(list(MODELS)), room))
+
     def num_late(self) -> int:
         models = self.house.state.book.models.values()
         return sum(model.pairing.counts.late for model in models if model.pairing is not None)
@@ -293,7 +300,8 @@ def test_the_drama_is_not_an_empty_one() -> None:
         seen["granted"] += len(drama.house.limits())
         seen += drama.seen
         seen["replayed"] += drama.house.state.book.num_replayed
+        seen["preempted"] += drama.house.state.book.num_preempted
     ends = {"finished", "cancelled", "ModelNotLoaded", "DeadlineExceeded", "InvalidRequest", "ContextTooLong"}
     assert {*ends, "GenerationFailed", "rejected", "granted"} <= seen.keys()
-    assert all(seen[what] > 0 for what in ("verified", "accepted", "drafted", "lost", "late", "replayed")), seen
+    assert all(seen[what] > 0 for what in ("verified", "accepted", "drafted", "lost", "late", "replayed", "preempted")), seen
     assert seen["finished"] > 50
