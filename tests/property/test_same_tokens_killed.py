@@ -10,6 +10,8 @@ import anyio
 import pytest
 
 import runtime
+from runtime.protocol.ids import ModelName
+from runtime.scheduler.stimuli import MemorySet
 from tests.property.workload import differences, make_workload, run_alone, run_together
 from tests.support.tiny import make_tiny
 from tests.support.waiting import until
@@ -86,4 +88,31 @@ async def test_a_speculating_stream_equals_plain_decoding_whoever_of_its_workers
                 together = await run_together(tenants, "target", asks)
             assert rt.stats().scheduler.failed == 0
             alone = [await run_alone(rt.tenant("solo"), "target", ask) for ask in asks]
+    assert differences(asks, together, alone) == []
+
+
+@pytest.mark.parametrize("cache", ["on", "off"])
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+async def test_preempted_requests_equal_the_same_requests_alone(family: str, cache: str, tmp_path: Path) -> None:
+    checkpoint = make_tiny(tmp_path / family, family)
+    asks = make_workload(8, num_requests=32, longest_prompt=90, greedy_only=False, spread_seconds=0.1)
+    for ask in asks:
+        ask.options["cache"] = cache
+    with anyio.fail_after(240):
+        async with runtime.Runtime(SETTINGS) as rt:
+            await rt.load(runtime.ModelSpec("tiny", str(checkpoint), max_slots=8))
+
+            async def crowd() -> None:
+                while True:
+                    for max_tokens in (None, 60):
+                        rt._scheduler.offer(MemorySet(ModelName("tiny"), max_tokens))
+                        await anyio.sleep(0.02)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(crowd)
+                together = await run_together([rt.tenant(name) for name in ("a", "b")], "tiny", asks)
+                group.cancel_scope.cancel()
+            assert rt.stats().scheduler.preempted > 3
+            rt._scheduler.offer(MemorySet(ModelName("tiny"), None))
+            alone = [await run_alone(rt.tenant("solo"), "tiny", ask) for ask in asks]
     assert differences(asks, together, alone) == []
