@@ -42,12 +42,13 @@ _SMOOTHING = 0.2
 
 
 class Book:
-    """All records. `out` collects the instructions of the stimulus being handled; `touched` the models to flush after it, and
-    `disturbed`, by target, the pairings to advance."""
+    """All records. `models` by replica, `groups` by the name that apps use. `out` collects the instructions of the stimulus being
+    handled; `touched` the models to flush after it, and `disturbed`, by target, the pairings to advance."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.models: dict[ModelName, Model] = {}
+        self.groups: dict[ModelName, list[ModelName]] = {}
         self.tenants: dict[TenantId, Tenant] = {}
         self.requests: dict[RequestId, RequestRecord] = {}
         self.next_sequence = 1
@@ -84,15 +85,19 @@ class Book:
             self.tenants[name] = Tenant(name, TenantSpec())
         return self.tenants[name]
 
-    # -- a request's way in and out -------------------------------------------------------------------------
-
-    def enqueue(self, model: Model, request: Request, now: float) -> None:
-        tenant = self.tenant(request.tenant)
+    def flow(self, model: Model, tenant: Tenant) -> Flow:
         flow = tenant.flows.get(model.name)
         if flow is None:
             flow = tenant.flows[model.name] = model.fair.flows[tenant.id] = Flow(tenant)
+        return flow
+
+    # -- a request's way in and out -------------------------------------------------------------------------
+
+    def enqueue(self, model: Model, request: Request, now: float) -> None:
+        flow = self.flow(model, self.tenant(request.tenant))
+        flow.tenant.last_replicas[model.group] = model.name
         model.fair.settle()
-        record = RequestRecord(request, flow, submitted_at=now, windowed=request.windowed, scope=request.scope)
+        record = RequestRecord(request, model.name, flow, submitted_at=now, windowed=request.windowed, scope=request.scope)
         self.requests[request.id] = record
         flow.queued.add(record)
         model.num_unstarted += 1
@@ -106,7 +111,7 @@ class Book:
 
     def end(self, record: RequestRecord, state: RequestState, error: TroupeError | None, now: float) -> None:
         """The stream ends here and now. What the worker holds of the request is released; the record stays until it confirms."""
-        model, flow = self.models[record.request.model], record.flow
+        model, flow = self.models[record.replica], record.flow
         if record.state is RequestState.QUEUED:
             flow.queued.discard(record)
         elif record.prompt_tokens is None:
@@ -248,7 +253,7 @@ class Book:
         self.prefixes.lose(model.name, model.promises.values())
         model.promises.clear()
         model.hints.clear()
-        for record in [record for record in self.requests.values() if record.request.model == model.name]:
+        for record in [record for record in self.requests.values() if record.replica == model.name]:
             if not record.has_ended:
                 settle(record)
         for sequence in model.sequences.values():

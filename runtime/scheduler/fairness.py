@@ -81,11 +81,13 @@ class Line:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """`num_running`: its requests with a slot and without an end, over all models. `num_tokens_served`: generated for it, ever."""
+    """`num_running`: its requests with a slot and without an end, over all models. `num_tokens_served`: generated for it, ever.
+    `last_replicas`: by group, where its last request was sent."""
 
     id: TenantId
     spec: TenantSpec
     flows: dict[ModelName, Flow] = field(default_factory=dict, repr=False)
+    last_replicas: dict[ModelName, ModelName] = field(default_factory=dict)
     num_running: int = 0
     num_tokens_served: int = 0
 

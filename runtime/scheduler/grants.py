@@ -20,7 +20,7 @@ def limit_of(sequence: Sequence, window_tokens: int) -> int:
 
 def can_go_on(sequence: Sequence, window_tokens: int) -> bool:
     """Whether a slot would be of use to it now: whoever is as far ahead of its client as it may be waits without one."""
-    return limit_of(sequence, window_tokens) > sequence.length
+    return limit_of(sequence, window_tokens) > sequence.length or sequence.record.request.prefill_only
 
 
 def read(book: Book, model: Model, record: RequestRecord, number: int, num_tokens: int) -> None:

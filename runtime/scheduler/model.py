@@ -20,8 +20,9 @@ _INITIAL_OUTPUT_TOKENS = 256.0
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """One model and its worker as the scheduler sees them.
+    """One model and its worker as the scheduler sees them; of a model with several replicas, one of these.
 
+    group: the name that apps use, which the first replica has as its own.
     incarnation: the worker that is up, or None. unavailable: why none will come. has_breached: it said something impossible
     and will be replaced; nothing more is sent to it or heard from it.
     sequences: those that hold a slot. returning: those that lost theirs and go on before others. suspects: requests that several
@@ -37,6 +38,7 @@ class Model:
 
     name: ModelName
     max_slots: int
+    group: ModelName
     incarnation: Incarnation | None = None
     last_incarnation: int = 0
     facts: ModelFacts | None = None

@@ -12,7 +12,7 @@ from itertools import chain, islice
 import msgspec
 
 from runtime.protocol.commands import Prefill, PrefillRow, PrefixUse, Prepare, Sampling
-from runtime.scheduler import prefill, replaying, restoring, room
+from runtime.scheduler import groups, prefill, replaying, restoring, room
 from runtime.scheduler.admission import row_cost
 from runtime.scheduler.book import Book
 from runtime.scheduler.grants import can_go_on, limit_of
@@ -42,6 +42,7 @@ def place(book: Book, model: Model, now: float) -> None:
     if model.can_work:
         _fill_slots(book, model, now)
         _prepare_ahead(book, model)
+        groups.relieve(book, model)
     else:
         model.collect_until = None
 

@@ -36,13 +36,16 @@ _IN_STEPS = (SequenceState.PREFILLING, SequenceState.DECODING)
 # -- a worker's death ---------------------------------------------------------------------------------------
 
 
-def suspend(book: Book, model: Model, record: RequestRecord, error: TroupeError, now: float) -> None:
-    """The model's worker is gone and will come back: this live request waits for it, unless it has ended too many."""
-    if _is_aboard(record):
+def suspend(book: Book, model: Model, record: RequestRecord, error: TroupeError | None, now: float) -> None:
+    """The model's worker is gone and will come back: this live request waits for it, unless it has ended too many.
+
+    error: of the worker that died; None when it was ended on purpose.
+    """
+    if error is not None and _is_aboard(record):
         _charge(record)
-    if record.num_crashes >= MAX_CRASHES:
-        book.end(record, RequestState.FAILED, error.fresh(), now)
-        return
+        if record.num_crashes >= MAX_CRASHES:
+            book.fail(record, error, now)
+            return
     if record.num_crashes >= SUSPECT_CRASHES:
         model.suspects[record.request.id] = record
     if record.state is RequestState.PREPARING and record.prompt_tokens is None:
@@ -108,7 +111,7 @@ def come_back_later(book: Book, model: Model, sequence: Sequence) -> None:
 def check_weights(book: Book, model: Model, now: float) -> None:
     """The new worker's checkpoint may have been changed on the disk: no stream goes on with other weights than it began with."""
     assert model.facts is not None
-    for record in [record for record in book.requests.values() if record.request.model == model.name and not record.has_ended]:
+    for record in [record for record in book.requests.values() if record.replica == model.name and not record.has_ended]:
         if record.prompt_tokens is None or record.fingerprint == model.facts.fingerprint:
             continue
         if _num_committed(record):

@@ -206,13 +206,15 @@ class RequestRecord:
     """A request known to the scheduler, from its acceptance until the worker holds nothing of it any more.
 
     `prompt_tokens` is None until prepared; then there is one Sequence per number. `windowed` starts as the request's own and
-    ends with `Unwindow`. Times are in the scheduler's clock. `num_crashes`: workers that died with it aboard since it last made
-    progress, from `crash_length` committed tokens of all its sequences.
+    ends with `Unwindow`. `replica`: the one of its model's workers that it waits for or is served by. Times are in the scheduler's
+    clock. `num_crashes`: workers that died with it aboard since it last made progress, from `crash_length` committed tokens of all
+    its sequences.
     Of prefixes: `scope` is the request's own until that is erased. `secret`, `chain`: known once prepared, if its model's prefixes
     can be kept; None and empty otherwise. `is_unpinned`: whatever is pinned for it is not wanted any more.
     """
 
     request: Request
+    replica: ModelName
     flow: Flow = field(repr=False)
     submitted_at: float
     windowed: bool

@@ -6,13 +6,12 @@ worker's words are taken in by progress.py, work is handed out by placement.py, 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import assert_never
 
 from runtime.config import Settings
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
 from runtime.protocol.ids import ModelName, RequestId
-from runtime.scheduler import grants, keeping, progress, replaying, room, speculation
+from runtime.scheduler import grants, groups, keeping, progress, replaying, room, speculation
 from runtime.scheduler.admission import refusal
 from runtime.scheduler.book import Book
 from runtime.scheduler.drafting import DraftLength
@@ -58,13 +57,13 @@ class SchedulerState:
         book = self.book
         book.out = []
         self._take_in(stimulus, now)
-        if book.touched:
-            for model in list(book.touched.values()):
+        while book.touched:
+            models, book.touched = list(book.touched.values()), {}
+            for model in models:
                 if model.needs_placing:
                     book.flush(model)  # a released row is kept before another that may go on from it begins
                     place(book, model, now)
                 book.flush(model)
-            book.touched.clear()
         while book.disturbed:
             pairings, book.disturbed = list(book.disturbed.values()), {}
             for pairing in pairings:
@@ -87,10 +86,10 @@ class SchedulerState:
         match stimulus:
             case Read(request=request, number=number, num_tokens=num_tokens):
                 if (record := self._live(request)) is not None:
-                    grants.read(book, book.models[record.request.model], record, number, num_tokens)
+                    grants.read(book, book.models[record.replica], record, number, num_tokens)
             case Unwindow(request=request):
                 if (record := self._live(request)) is not None:
-                    grants.unwindow(book, book.models[record.request.model], record)
+                    grants.unwindow(book, book.models[record.replica], record)
             case Submit(request=wanted):
                 self._submit(wanted, now)
             case Cancel(request=request):
@@ -129,20 +128,22 @@ class SchedulerState:
     # -- clients ----------------------------------------------------------------------------------------------
 
     def _submit(self, request: Request, now: float) -> None:
-        error = self._objection(request, now)
+        model = groups.choose(self.book, request.model, self.book.tenant(request.tenant))
+        error = self._objection(request, model, now)
         if error is not None:
             self.book.num_rejected += 1
             self.book.out.append(Reject(request.id, error))
             return
+        assert model is not None
         self.book.out.append(Accept(request.id))
-        self.book.enqueue(self.book.models[request.model], request, now)
+        self.book.enqueue(model, request, now)
 
-    def _objection(self, request: Request, now: float) -> TroupeError | None:
-        book, model = self.book, self.book.models.get(request.model)
+    def _objection(self, request: Request, model: Model | None, now: float) -> TroupeError | None:
+        book = self.book
         if request.id in book.requests:
             return InvalidRequest("id", f"request {request.id} exists already; take a new one")
         if model is None:
-            loaded = ", ".join(map(repr, book.models)) or "none"
+            loaded = ", ".join(map(repr, book.groups)) or "none"
             return ModelNotLoaded(request.model, f"is not loaded; loaded: {loaded}")
         if model.unavailable is not None:
             return model.unavailable.fresh()
@@ -174,7 +175,11 @@ class SchedulerState:
     # -- the supervisor -----------------------------------------------------------------------------------------
 
     def _model_added(self, stimulus: ModelAdded) -> None:
-        model = self.book.models.setdefault(stimulus.model, Model(stimulus.model, stimulus.max_slots))
+        group = stimulus.group or stimulus.model
+        if stimulus.model not in self.book.models:
+            self.book.models[stimulus.model] = Model(stimulus.model, stimulus.max_slots, group)
+            self.book.groups.setdefault(group, []).append(stimulus.model)
+        model = self.book.models[stimulus.model]
         if model.incarnation is None:
             model.max_slots = stimulus.max_slots
             model.pairing = None
@@ -191,7 +196,7 @@ class SchedulerState:
         if model.incarnation is not None:
             # The supervisor announces every loss before; were it to forget, the new worker must not inherit the old one's slots.
             error = ModelUnavailable(model.name, "its worker was replaced")
-            self.book.lose(model, partial(replaying.suspend, self.book, model, error=error, now=now))
+            self._lose(model, error, now, restarting=True)
         model.incarnation = model.last_incarnation = stimulus.incarnation
         model.facts = stimulus.facts
         model.unavailable = None
@@ -212,19 +217,32 @@ class SchedulerState:
             return
         model.last_incarnation = max(model.last_incarnation, stimulus.incarnation)
         error = stimulus.error
-        if stimulus.restarting:
-            self.book.lose(model, partial(replaying.suspend, self.book, model, error=error, now=now))
-        else:
-            self.book.lose(model, partial(self.book.fail, error=error, now=now))
+        self._lose(model, error, now, restarting=stimulus.restarting)
+        if not stimulus.restarting:
             message = f"its worker ended and is not started again ({error})"
             model.unavailable = error if isinstance(error, ModelError) else ModelUnavailable(model.name, message)
+
+    def _lose(self, model: Model, error: TroupeError, now: float, *, restarting: bool, is_death: bool = True) -> None:
+        """Its requests wait for its next worker, go to another replica, or end with the error."""
+
+        def settle(record: RequestRecord) -> None:
+            if restarting or groups.has_refuge(self.book, model, record):
+                replaying.suspend(self.book, model, record, error if is_death else None, now)
+            else:
+                self.book.fail(record, error, now)
+
+        self.book.lose(model, settle)
+        groups.scatter(self.book, model)
 
     def _model_removed(self, name: ModelName, error: TroupeError, now: float) -> None:
         model = self.book.models.get(name)
         if model is None:
             return
-        self.book.lose(model, partial(self.book.fail, error=error, now=now))
+        self._lose(model, error, now, restarting=False, is_death=False)
         for flow in model.fair.flows.values():
             del flow.tenant.flows[name]
         del self.book.models[name]
+        self.book.groups[model.group].remove(name)
+        if not self.book.groups[model.group]:
+            del self.book.groups[model.group]
         self.book.touched.pop(name, None)

@@ -186,7 +186,7 @@ def _prefix_stats(counts: list[Counts], entries: list[Entry]) -> PrefixStats:
 
 
 def _model_stats(book: Book, model: Model) -> ModelStats:
-    states = Counter(record.state for record in book.requests.values() if record.request.model == model.name)
+    states = Counter(record.state for record in book.requests.values() if record.replica == model.name)
     return ModelStats(
         queued=states[RequestState.QUEUED],
         preparing=states[RequestState.PREPARING],

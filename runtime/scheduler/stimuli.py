@@ -65,6 +65,7 @@ class TenantSet:
 class ModelAdded:
     """From now on requests for it are queued, though its worker may still be loading.
 
+    group: the name that apps use, when this is one of several replicas; None: its own.
     drafter: another model's name, "lookup", or None. draft_tokens: of each draft, None for as many as pay. draft_ahead: whether to
     draft while the target verifies, None where it pays.
     """
@@ -74,6 +75,7 @@ class ModelAdded:
     drafter: str | None = None
     draft_tokens: int | None = None
     draft_ahead: bool | None = None
+    group: ModelName | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,12 @@ def validate(book: Book) -> None:
     assert not book.touched, f"models {list(book.touched)} were not flushed"
     for request_id, record in book.requests.items():
         assert record.request.id == request_id
-        assert record.request.model in book.models, f"request {request_id} is of a model that is gone"
-        _validate_record(book, book.models[record.request.model], record)
+        assert record.replica in book.models, f"request {request_id} is of a model that is gone"
+        _validate_record(book, book.models[record.replica], record)
+    assert sorted(name for names in book.groups.values() for name in names) == sorted(book.models), "groups and models differ"
     for name, model in book.models.items():
         assert model.name == name
+        assert name in book.groups[model.group], f"model {name} is not in its group"
         _validate_model(book, model)
     for tenant in book.tenants.values():
         running = sum(_runs(record) for record in book.requests.values() if record.request.tenant == tenant.id)
@@ -110,7 +112,7 @@ def _validate_model(book: Book, model: Model) -> None:
     assert not model.sequences_to_release, f"{what}: releases were not sent"
     assert not model.needs_placing, f"{what}: free slots were not looked at"
     assert len(model.sequences) <= model.max_slots, f"{what}: {len(model.sequences)} sequences in {model.max_slots} slots"
-    returning = [s for r in book.requests.values() if r.request.model == model.name for s in r.sequences if s.is_returning]
+    returning = [s for r in book.requests.values() if r.replica == model.name for s in r.sequences if s.is_returning]
     assert set(returning) == set(model.returning.values()), f"{what}: who comes back is miscounted"
     assert all(s.state is SequenceState.WAITING and s.num_starts for s in returning), f"{what}: comes back without having been"
     assert all(book.requests.get(request) is record for request, record in model.suspects.items()), f"{what}: suspects nobody"
@@ -123,7 +125,7 @@ def _validate_model(book: Book, model: Model) -> None:
         assert book.requests.get(sequence.record.request.id) is sequence.record, f"{what}: sequence {sequence.id} without a request"
     for record in model.preparing.values():
         assert book.requests.get(record.request.id) is record, f"{what}: prepares an unknown request"
-    records = [record for record in book.requests.values() if record.request.model == model.name]
+    records = [record for record in book.requests.values() if record.replica == model.name]
     live = [record for record in records if not record.has_ended]
     unstarted = sum(not record.has_started for record in live)
     assert model.num_unstarted == unstarted, f"{what}: {model.num_unstarted} unstarted, counted {unstarted}"

@@ -142,6 +142,14 @@ def test_one_as_far_ahead_of_its_client_as_it_may_be_waits_without_a_slot_until_
     assert house.rows()[-1].limit == 3 + 2 + 2
 
 
+def test_a_prompt_that_is_only_computed_is_computed_again() -> None:
+    house = a_house()
+    request = house.submit(prefill_only=True, max_tokens=0)
+    house.prepared(request)
+    die(house, 1)
+    assert last_start(house) == [house.sequence(request)]
+
+
 def test_its_tenant_does_not_pay_twice_and_its_usage_is_of_the_first_start() -> None:
     house = a_house()
     _, sequence = house.start("t", max_tokens=20)
