@@ -6,6 +6,7 @@ All checks happen on construction and raise `InvalidRequest` naming the value, s
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -128,12 +129,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Path(platformdirs.user_cache_dir("mlx-troupe"))
 
 
+REPLICA_NAME = re.compile(r"#\d+$")
+"""Names of this kind are given to the second and later replicas of a model."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One model to load under a name.
 
     path: a checkpoint directory, a hub id ("owner/name"), or the name of a fetched model.
     kind: "auto" or "lm" for mlx-lm checkpoints; "fake" is the deterministic engine of `runtime.testing`.
     max_slots: sequences decoding at once. max_context_tokens: a lower bound than the checkpoint's own.
+    replicas: workers of this model, each with weights, memory and slots of its own; requests go where a slot is free, and those of
+    one that dies go on in the others at once. A drafter drafts with its first replica.
     drafter: for speculative decoding, the name of another model in the same Runtime with the same vocabulary, loaded before or
     after; or "lookup", which proposes what followed the same words before in prompt and answer. The tokens stay the same, whatever
     it proposes. draft_tokens: proposals a round; "auto" measures and chooses, 0 included. draft_ahead: whether to draft while the
@@ -152,9 +159,12 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drafter: str | None = None
     draft_tokens: int | Literal["auto"] = "auto"
     draft_ahead: bool | Literal["auto"] = "auto"
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _text("name", self.name, "a non-empty string")
+        _require(not REPLICA_NAME.search(self.name), "name", self.name, "a name that does not end in '#' and a number")
+        _count("replicas", self.replicas, 1, 64)
         if self.drafter is not None:
             _text("drafter", self.drafter, "another model's name, 'lookup', or None")
             _require(self.drafter != self.name, "drafter", self.drafter, "another model than itself, 'lookup', or None")

@@ -14,7 +14,8 @@ ModelState = Literal["spawned", "connected", "loading", "ready", "draining", "st
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One loaded model. What only loading reveals is None until it was ready once; `pid` is None while no process runs.
+    """One loaded model, or one of its replicas, the second of which is named "name#2". What only loading reveals is None until it
+    was ready once; `pid` is None while no process runs.
 
     incarnation: the n-th process of this load, from 1. restarts: how often it was started again.
     memory_bytes: resident size of its process by its last heartbeat, 0 before. weights_bytes: of its parameters.

@@ -48,7 +48,8 @@ class Listening:
     def model_added(self, model: ModelName, spec: ModelSpec) -> None:
         draft_tokens = None if spec.draft_tokens == "auto" else spec.draft_tokens
         draft_ahead = None if spec.draft_ahead == "auto" else spec.draft_ahead
-        self.scheduler.offer(ModelAdded(model, spec.max_slots, spec.drafter, draft_tokens, draft_ahead))
+        group = ModelName(spec.name)
+        self.scheduler.offer(ModelAdded(model, spec.max_slots, spec.drafter, draft_tokens, draft_ahead, group))
 
     def worker_up(self, model: ModelName, incarnation: Incarnation, facts: ModelFacts) -> None:
         for note in facts.capabilities.notes:

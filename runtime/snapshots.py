@@ -9,7 +9,7 @@ from runtime.info import ModelInfo, WorkerStats
 def model_info(actor: WorkerActor) -> ModelInfo:
     facts, beat = actor.facts, actor.last_beat
     return ModelInfo(
-        name=actor.spec.name,
+        name=actor.name,
         state=actor.state.value,
         pid=actor.pid,
         incarnation=actor.incarnation,
@@ -31,7 +31,7 @@ def model_info(actor: WorkerActor) -> ModelInfo:
 def worker_stats(actor: WorkerActor) -> WorkerStats:
     beat = actor.last_beat
     return WorkerStats(
-        model=actor.spec.name,
+        model=actor.name,
         state=actor.state.value,
         phase=beat.phase if beat is not None else None,
         steps=beat.step if beat is not None else 0,

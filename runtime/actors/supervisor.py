@@ -30,8 +30,13 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def replica_names(spec: ModelSpec) -> list[ModelName]:
+    """The first has the model's own name."""
+    return [ModelName(spec.name if number == 1 else f"{spec.name}#{number}") for number in range(1, spec.replicas + 1)]
+
+
 class Supervisor:
-    """One WorkerActor per model. Everything on one event loop's thread; the actors' tasks live in `group`."""
+    """One WorkerActor per model and replica. Everything on one event loop's thread; the actors' tasks live in `group`."""
 
     def __init__(
         self,
@@ -59,13 +64,31 @@ class Supervisor:
     # -- loading --------------------------------------------------------------------------------------------
 
     async def load(self, spec: ModelSpec, load: Load) -> WorkerActor:
-        """Give the model's ready worker, starting it unless it is there. All who ask for one load share its process and its end.
+        """Give the ready worker of the model's first replica, starting all of them unless they are there. All who ask for one load
+        share its processes and its end.
 
-        Cancelling one of several callers leaves the load to the others; when the last is cancelled the process is killed.
+        Cancelling one of several callers leaves the load to the others; when the last is cancelled the processes are killed.
 
         :raises ModelLoadFailed: also when another spec holds the name. :raises ProtocolMismatch: :raises RuntimeClosed:
         """
-        name = ModelName(spec.name)
+        names = replica_names(spec)
+        new = [name for name in names if name not in self._actors]
+        actors = [self._find_or_start(name, spec, load) for name in names]
+        failed: list[WorkerActor] = []
+        async with anyio.create_task_group() as group:
+            for actor in actors:
+                group.start_soon(self._await_ready, actor, failed, group.cancel_scope)
+        if failed:
+            error = failed[0].error
+            assert error is not None
+            for actor in actors:  # those that are ready are of no use without it
+                if actor.name in new and actor not in failed:
+                    self._forget(actor, error)
+                    actor.stop()
+            raise error.fresh() from error.__cause__
+        return actors[0]
+
+    def _find_or_start(self, name: ModelName, spec: ModelSpec, load: Load) -> WorkerActor:
         if self._closing:
             raise RuntimeClosed
         actor = self._actors.get(name)
@@ -74,18 +97,19 @@ class Supervisor:
             actor = None
         if actor is not None and actor.spec != spec:
             raise ModelLoadFailed(name, "is loaded with another spec; unload it first", reason="conflict")
-        if actor is None:
-            actor = self._start(spec, load)
+        return actor or self._start(name, spec, load)
+
+    async def _await_ready(self, actor: WorkerActor, failed: list[WorkerActor], others: anyio.CancelScope) -> None:
         if not actor.settled.is_set():
             await self._await_first_load(actor)
         if actor.facts is None:
-            assert actor.error is not None
-            raise actor.error.fresh() from actor.error.__cause__
-        return actor
+            failed.append(actor)
+            others.cancel()
 
-    def _start(self, spec: ModelSpec, load: Load) -> WorkerActor:
+    def _start(self, name: ModelName, spec: ModelSpec, load: Load) -> WorkerActor:
         actor = WorkerActor(
             spec,
+            name,
             load,
             next(self._serials),
             launch=self._launch,
@@ -97,7 +121,7 @@ class Supervisor:
         self._actors[actor.name] = actor
         self._waiting[actor] = 0
         self._listener.model_added(actor.name, spec)
-        self._group.start_soon(self._look_after, actor, name=f"worker of {spec.name}")
+        self._group.start_soon(self._look_after, actor, name=f"worker of {name}")
         self._share_anew()
         return actor
 
@@ -146,17 +170,17 @@ class Supervisor:
 
         :raises ModelNotLoaded: there never was a model of that name.
         """
-        actor = self._actors.get(name)
-        if actor is not None:
+        replicas = [actor for actor in self._actors.values() if actor.spec.name == name]
+        for actor in replicas:
             if actor.facts is None:
                 error: TroupeError = ModelLoadFailed(name, "was unloaded while it was loading", reason="unloaded")
             else:
                 error = ModelNotLoaded(name, "was unloaded")
             self._forget(actor, error)
             actor.stop()
-        elif name not in self._unloaded:
+        if not replicas and name not in self._unloaded:
             raise ModelNotLoaded(name, "is not loaded")
-        for ending in [ending for ending in self._ending if ending.name == name]:
+        for ending in [ending for ending in self._ending if ending.spec.name == name]:
             await ending.over.wait()
 
     async def close(self) -> None:

@@ -51,11 +51,12 @@ class _Question:
 
 
 class WorkerActor:
-    """One model's worker over all its incarnations. `run` once, in a task of its own; everything else at any time."""
+    """One replica's worker over all its incarnations. `run` once, in a task of its own; everything else at any time."""
 
     def __init__(
         self,
         spec: ModelSpec,
+        name: ModelName,
         load: Load,
         serial: int,
         *,
@@ -67,7 +68,7 @@ class WorkerActor:
     ) -> None:
         self.spec = spec
         self.load = load
-        self.name = ModelName(spec.name)
+        self.name = name
         self.facts: ModelFacts | None = None
         self.last_beat: Heartbeat | None = None
         self.num_restarts = 0

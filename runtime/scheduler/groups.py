@@ -28,7 +28,7 @@ def choose(book: Book, group: ModelName, tenant: Tenant) -> Model | None:
 
 
 def _rank(model: Model, *, is_last: bool) -> tuple[bool, bool, float, bool, float]:
-    load = (model.num_unstarted + len(model.returning) + len(model.sequences)) / model.max_slots
+    load = (model.num_unstarted + len(model.returning) + len(model.sequences) + 1) / model.max_slots
     return (model.unavailable is not None, not model.can_work, max(0.0, load - 1.0), not is_last, load)
 
 
