@@ -50,7 +50,7 @@ def has_refuge(book: Book, model: Model, record: RequestRecord) -> bool:
 
 def _refuge(book: Book, model: Model, record: RequestRecord, *, is_free: bool = False) -> Model | None:
     if record.has_ended or record.num_crashes > 1 or not (is_free or can_move(record)):
-        return None  # a suspect must not end the next worker
+        return None
     others = [other for other in replicas(book, model.group) if other is not model and other.can_work and _can_serve(other, record)]
     return min(others, key=lambda other: _rank(other, is_last=False), default=None)
 
@@ -61,7 +61,9 @@ def _can_serve(model: Model, record: RequestRecord) -> bool:
 
 
 def can_move(record: RequestRecord) -> bool:
-    """Whether no worker holds anything of it."""
+    """Whether no worker holds anything of it. A suspect stays: it must not end the next worker, too."""
+    if record.num_crashes > 1:
+        return False
     if record.state is RequestState.PREPARING and record.prompt_tokens is None:
         return False
     return all(sequence.state in (SequenceState.WAITING, SequenceState.RELEASED) for sequence in record.sequences)
