@@ -27,17 +27,6 @@ SLOW = {"prefill_seconds_per_token": 0.0003}
 """So that a file is worth reading."""
 
 
-async def _ask_through_crashes(rt: runtime.Runtime, tokens: list[int]) -> None:
-    """Asked again until a worker lives long enough to answer."""
-    while True:
-        try:
-            await ask(rt.tenant("a"), tokens)
-        except runtime.WorkerError:
-            await until(lambda: rt.models()[0].state == "ready")
-        else:
-            return
-
-
 @pytest.mark.limit(180)
 async def test_workers_killed_while_they_publish_leave_whole_files_or_none(tmp_path: Path, anyio_backend: str) -> None:
     numbers = random.Random(anyio_backend)
@@ -45,13 +34,13 @@ async def test_workers_killed_while_they_publish_leave_whole_files_or_none(tmp_p
         async with house(tmp_path) as rt:
             for number in range(2):  # more would wait long for their restart
                 tokens = prompt(10 * life + number, 2100)
-                await _ask_through_crashes(rt, tokens)
+                await ask(rt.tenant("a"), tokens)
                 await anyio.sleep(numbers.uniform(0.0, 0.02))
                 pid = rt.models()[0].pid
                 assert pid is not None
                 os.kill(pid, signal.SIGKILL)
                 await until(lambda pid=pid: rt.models()[0].state == "ready" and rt.models()[0].pid != pid)  # type: ignore[misc]
-                await _ask_through_crashes(rt, tokens)
+                await ask(rt.tenant("a"), tokens)
     async with house(tmp_path) as rt:
         assert list((tmp_path / "prefix" / "tmp").iterdir()) == []
         for life in range(6):
@@ -59,6 +48,22 @@ async def test_workers_killed_while_they_publish_leave_whole_files_or_none(tmp_p
                 await ask(rt.tenant("a"), prompt(10 * life + number, 2100))
         assert rt.stats().scheduler.prefixes.hits_file > 0
         assert set(rt.stats().scheduler.prefixes.misses) <= {"none"}
+
+
+async def test_a_stream_whose_worker_dies_goes_on_from_the_files_of_its_prompt(tmp_path: Path) -> None:
+    tokens = prompt(1, 2100)
+    async with house(tmp_path, script={"decode_seconds_per_step": 0.01, **SLOW}) as rt:
+        async with rt.tenant("a").stream("chat", tokens=tokens, max_tokens=60) as stream:
+            await anext(stream)
+            await written(rt, tmp_path, 4)
+            pid = rt.models()[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            answer = await stream.completion()
+        assert list(answer.token_ids) == expected_tokens(tokens, max_tokens=60)
+        assert answer.usage.cached_tokens == 0, "what the client is told is of the first start"
+        prefixes = rt.stats().scheduler.prefixes
+        assert (prefixes.hits_file, prefixes.cached_tokens) == (1, 2048)
 
 
 @pytest.mark.parametrize("part", ["length", "header", "first tensor byte", "last byte", "half of it", "nothing"])
