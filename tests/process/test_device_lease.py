@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 
 import anyio
@@ -16,6 +17,7 @@ import pytest
 import runtime
 from runtime.protocol.commands import DeviceLease, FakeScript, Prefill, Release
 from runtime.testing import expected_tokens, fake_model, text_tokens
+from runtime.worker.turns import MAX_OVERTAKES
 from tests.process.live_worker import LiveWorker, live_worker, row
 from tests.support.turns import inside_now, most_inside, num_steps, stamps
 from tests.support.waiting import until
@@ -70,8 +72,9 @@ async def test_workers_of_one_class_have_like_shares(trace: Path) -> None:
     assert max(counts.values()) - min(counts.values()) <= 0.1 * sum(counts.values())
 
 
-async def test_background_work_gets_a_fifth_beside_an_interactive_worker_and_all_when_it_is_alone(trace: Path) -> None:
-    async with workers(2, 1, trace) as (reader, batch):
+async def test_background_work_gets_about_a_fifth_beside_an_interactive_worker_and_all_when_it_is_alone(trace: Path) -> None:
+    """More than its fifth when the reader is late, as on a busy machine; `test_turns.py` has the exact shares."""
+    async with workers(2, 1, trace, seconds=2 * STEP_SECONDS) as (reader, batch):
         start(batch, background=True)
         start(reader)
         await until(lambda: num_steps(trace)[reader.process.pid] > 0)
@@ -79,7 +82,10 @@ async def test_background_work_gets_a_fifth_beside_an_interactive_worker_and_all
         await until(lambda: sum(num_steps(trace).values()) - sum(before.values()) >= 250)
         counts = num_steps(trace) - before
         share = counts[batch.process.pid] / sum(counts.values())
-        assert 0.15 <= share <= 0.25, counts
+        assert 0.1 <= share <= 0.4, counts
+        turns = [stamp.pid for stamp in stamps(trace) if stamp.what == "begin"][sum(before.values()) :]
+        in_a_row = [len(list(run)) for pid, run in groupby(turns) if pid == reader.process.pid]
+        assert max(in_a_row) <= 3 * MAX_OVERTAKES
         reader.send(Release((), (1,)))
         await until(lambda: reader.process.pid not in inside_now(trace))
         settled = num_steps(trace)
