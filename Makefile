@@ -1,7 +1,7 @@
 # make demo    two real models, three tenants, a live view and the proof
 # make test    lint, types, import arrows and every test
 # make check   the quick part of it: lint, types, import arrows
-# make bench   the runtime, its shared prefixes, its speculation, beside mlx-lm on this machine: three JSON objects
+# make bench   the runtime, its shared prefixes, its speculation, beside mlx-lm on this machine, and its device lease: four JSON objects
 # make clean   removes what the targets above made here (not the fetched models)
 #
 # Each makes its own .venv first; all it takes is python3 >= 3.11 with pip, and make.
@@ -37,6 +37,7 @@ bench: model
 	$(PYTHON) -m benchmarks.overhead
 	$(PYTHON) -m benchmarks.prefix
 	$(PYTHON) -m benchmarks.speculation
+	$(PYTHON) -m benchmarks.device_lease
 
 $(STAMP): pyproject.toml scripts/make-venv
 	@sh scripts/make-venv $(VENV)

@@ -55,7 +55,7 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="troupe-bench-") as name, anyio.fail_after(_DEADLINE_SECONDS):
         directory = Path(name)
         environment = await opponent_environment(values.threads, directory)
-        path = await _tiny(environment, directory) if values.quick else await checkpoint(values.model)
+        path = await make_tiny_checkpoint(environment, directory) if values.quick else await checkpoint(values.model)
         async with contextlib.AsyncExitStack() as stack:
             server = await stack.enter_async_context(http_server(path, environment)) if "b" in parts else None
             settings = runtime.Settings(
@@ -101,7 +101,7 @@ async def run(values: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _tiny(environment: dict[str, str], directory: Path) -> Path:
+async def make_tiny_checkpoint(environment: dict[str, str], directory: Path) -> Path:
     async with in_process(environment) as child:
         return Path((await child.ask("make_tiny", directory=str(directory / "tiny")))["path"])
 

@@ -1,10 +1,12 @@
-"""How much may prefixes take on this machine, and where do their files lie? Settles what `Settings` leaves to the machine."""
+"""How much may prefixes take on this machine, where do their files lie, and how many workers may compute at once? Settles what
+`Settings` leaves to the machine."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -35,6 +37,7 @@ def prefix_root(settings: Settings) -> Path | None:
 
 def settled(settings: Settings, root: Path | None) -> Settings:
     """With numbers for what was None: a sixteenth of the memory, a tenth of what is free on the root's disk but at most 32 GiB.
+    And with the device lease that this system gets by itself.
 
     Looks at the disk, so it may block: for a thread. Without a root no files are written or read.
     """
@@ -45,7 +48,19 @@ def settled(settings: Settings, root: Path | None) -> Settings:
         disk_bytes = 0
     elif disk_bytes is None:
         disk_bytes = min(MAX_DISK_BYTES, free_bytes(root) // _DISK_PART)
-    return msgspec.structs.replace(settings, prefix_memory_bytes=memory_bytes, prefix_disk_bytes=disk_bytes)
+    return msgspec.structs.replace(
+        settings,
+        prefix_memory_bytes=memory_bytes,
+        prefix_disk_bytes=disk_bytes,
+        device_lease=num_device_slots(settings.device_lease, sys.platform),
+    )
+
+
+def num_device_slots(device_lease: int | Literal["auto"] | None, platform: str) -> int | None:
+    """Of several processes that drive one Metal device at once, crashes and hangs are known; on a CPU the cores share it well."""
+    if device_lease == "auto":
+        return 1 if platform == "darwin" else None
+    return device_lease
 
 
 def physical_memory_bytes() -> int:

@@ -23,6 +23,7 @@ def _require(ok: bool, option: str, got: object, allowed: str) -> None:
 
 MAX_SECONDS = 1e9
 MAX_DRAFT_TOKENS = 8
+MAX_DEVICE_SLOTS = 64
 WEIGHT_RANGE = (1e-6, 1e6)
 """Tags of the fair queue are sums of tokens / weight; within this range they stay exact enough for years."""
 
@@ -78,6 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_window_tokens: how far a sequence may run ahead of what its client has read.
     prefill_chunk_tokens: tokens in one prefill step, over all rows. prefill_batch_tokens: padded tokens in one prefill batch.
     max_queued: requests waiting for one model, over all tenants.
+    device_lease: how many workers may be inside a step on the device at once; None is no bound, "auto" is 1 on macOS and None
+    elsewhere.
     prefix_memory_bytes: for prefixes kept in the workers' memory, divided among the loaded models; None is a sixteenth of the
     machine's memory, 0 keeps none. prefix_disk_bytes: for prefix files of all models and tenants under `home`; None is a tenth
     of what is free on that disk at the start but at most 32 GiB, 0 writes and reads none. prefix_free_bytes: left free on the disk.
@@ -95,6 +98,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill_chunk_tokens: int = 512
     prefill_batch_tokens: int = 4096
     max_queued: int = 1024
+    device_lease: int | Literal["auto"] | None = "auto"
     prefix_memory_bytes: int | None = None
     prefix_disk_bytes: int | None = None
     prefix_free_bytes: int = 1 << 30
@@ -112,6 +116,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _count("prefill_chunk_tokens", self.prefill_chunk_tokens, 1, 1 << 20)
         _count("prefill_batch_tokens", self.prefill_batch_tokens, 1, 1 << 24)
         _count("max_queued", self.max_queued, 1, 1 << 20)
+        if self.device_lease is not None and self.device_lease != "auto":
+            is_count = isinstance(self.device_lease, int) and not isinstance(self.device_lease, bool)
+            ok = is_count and 1 <= self.device_lease <= MAX_DEVICE_SLOTS
+            _require(ok, "device_lease", self.device_lease, f"'auto', None, or a whole number from 1 to {MAX_DEVICE_SLOTS}")
         for name in ("prefix_memory_bytes", "prefix_disk_bytes"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), 0, 1 << 50)

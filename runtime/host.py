@@ -27,7 +27,7 @@ from runtime.listening import Listening, log
 from runtime.locate import Location, locate
 from runtime.options import PromptOptions, validate_prompt
 from runtime.prefix.keys import Keyring
-from runtime.protocol.commands import Load
+from runtime.protocol.commands import DeviceLease, Load
 from runtime.protocol.events import Capabilities, Refused, WorkerReport
 from runtime.protocol.ids import ModelName, TenantId
 from runtime.scheduler.scheduler import Scheduler
@@ -36,6 +36,7 @@ from runtime.snapshots import model_info, worker_stats
 from runtime.watch import Watch, WatchHub
 
 MAX_TENANT_NAME_CHARACTERS = 128
+SILENCES_OF_PATIENCE = 10
 
 
 class Runtime:
@@ -101,6 +102,14 @@ class Runtime:
         )
         return keyring
 
+    def _device_lease(self) -> DeviceLease | None:
+        num_slots = self.settings.device_lease
+        if num_slots is None:
+            return None
+        assert isinstance(num_slots, int)  # since the Runtime is open
+        # A holder that hangs is ended within its silence, and its slot is free: whoever waits longer waits for what should not be.
+        return DeviceLease(str(self._directory.path / "device"), num_slots, SILENCES_OF_PATIENCE * self.settings.silence_seconds)
+
     def _offer(self, stimulus: Stimulus) -> None:
         self._scheduler.offer(stimulus)
 
@@ -164,6 +173,7 @@ class Runtime:
             fake=spec.fake,
             prefix_root=self._prefix_root,
             prefix_disk_bytes=self.settings.prefix_disk_bytes or 0,
+            device_lease=self._device_lease(),
         )
         actor = await self._supervisor.load(spec, load)
         await self._librarian.first_scan()

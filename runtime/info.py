@@ -42,7 +42,10 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker by its last heartbeat. malformed_frames: messages from it that were none, over all its incarnations."""
+    """One worker by its last heartbeat. malformed_frames: messages from it that were none, over all its incarnations.
+
+    num_device_waits: turns on the device that it had to wait for (`Settings.device_lease`); device_wait_seconds: how long in all.
+    """
 
     model: str
     state: ModelState
@@ -52,6 +55,8 @@ class WorkerStats:
     resident_bytes: int
     restarts: int
     malformed_frames: int
+    num_device_waits: int
+    device_wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,4 +39,6 @@ def worker_stats(actor: WorkerActor) -> WorkerStats:
         resident_bytes=beat.resident_bytes if beat is not None else 0,
         restarts=actor.num_restarts,
         malformed_frames=actor.num_malformed,
+        num_device_waits=beat.num_device_waits if beat is not None else 0,
+        device_wait_seconds=beat.device_wait_seconds if beat is not None else 0.0,
     )

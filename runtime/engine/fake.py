@@ -20,6 +20,7 @@ from runtime.engine import fake_draw
 from runtime.engine.engine import Loaded, LoadError, Progress, RowError, RowResult, RowStep
 from runtime.engine.fake_faults import Faults, Participant, print_garbage
 from runtime.engine.fake_text import EOS, EOS_IDS, VOCABULARY_SIZE, FakeTokenizer
+from runtime.engine.fake_trace import Trace
 from runtime.engine.prefix_parts import Export, PrefixArray, PrefixField, PrefixLayout, PrefixPart, check_chain, cut_part
 from runtime.protocol.commands import FakeScript, Fault, Load, Sampling
 from runtime.protocol.events import Capabilities, ModelFacts, TokenLogprob
@@ -60,6 +61,8 @@ class _FakeStep:
                 self._results = [self._engine._fail_row(result, fault) for result in self._results]
             else:
                 self._engine.faults.happen(fault)
+        if self._engine.trace is not None:
+            self._engine.trace.note("end")
         return self._results
 
 
@@ -68,6 +71,7 @@ class FakeEngine:
 
     def __init__(self, script: FakeScript, faults: Faults, context_length: int) -> None:
         self.faults = faults
+        self.trace = None if script.trace is None else Trace(script.trace)
         self._script = script
         self._reply = None if script.reply is None else script.reply.encode()
         self._context_length = context_length
@@ -99,6 +103,8 @@ class FakeEngine:
         )
 
     def step(self, rows: Sequence[RowStep]) -> _FakeStep:
+        if self.trace is not None:
+            self.trace.note("begin")
         faults, duration_seconds = self._foresee(rows)
         if duration_seconds:
             self._ready_at = max(self._ready_at, time.monotonic()) + duration_seconds

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -49,7 +50,8 @@ def load(load: Load, progress: Progress) -> Loaded:
     costs = StepCosts()
     try:
         kinds = kinds_of(checkpoint.model)
-        proof = prove(checkpoint.model, kinds, vocabulary_size(checkpoint.config, tokenizer.vocabulary_size), costs)
+        num_ids = vocabulary_size(checkpoint.config, tokenizer.vocabulary_size)
+        proof = prove(checkpoint.model, kinds, num_ids, costs, between=partial(progress, "selftest", 0, 1))
     except NothingButNoise as error:
         raise LoadError("corrupt_weights", f"the model in {checkpoint.directory} is of no use: {error}") from error
     except Exception as error:
@@ -57,7 +59,7 @@ def load(load: Load, progress: Progress) -> Loaded:
         what = f"{type(error).__name__}: {error}"
         raise LoadError("error", f"the model in {checkpoint.directory} loads but cannot run a few tokens: {what}{hint}") from error
     progress("selftest", 1, 1)
-    num_ids = min(vocabulary_size(checkpoint.config, tokenizer.vocabulary_size), proof.logits_width)
+    num_ids = min(num_ids, proof.logits_width)
     engine = LmEngine(
         checkpoint.model,
         kinds,

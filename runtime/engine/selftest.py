@@ -58,18 +58,29 @@ class NothingButNoise(Exception):
     """The model gives no usable logits for any prompt: its weights or its config are wrong."""
 
 
-def prove(model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts | None = None) -> Proof:
-    """Run all proofs. Takes about 19 forwards of a few tokens; `costs` learns what they took.
+def prove(
+    model: Any,
+    kinds: Sequence[Kind],
+    vocabulary_size: int,
+    costs: StepCosts | None = None,
+    *,
+    between: Callable[[], None] = lambda: None,
+) -> Proof:
+    """Run all proofs. Takes about 19 forwards of a few tokens; `costs` learns what they took. `between` is called before each
+    proof, when nothing is being computed.
 
     :raises NothingButNoise: no logits are finite.
     :raises Exception: whatever the model raises when it runs a single row with its own caches.
     """
-    return _SelfTest(model, kinds, vocabulary_size, costs or StepCosts()).run()
+    return _SelfTest(model, kinds, vocabulary_size, costs or StepCosts(), between).run()
 
 
 class _SelfTest:
-    def __init__(self, model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts) -> None:
+    def __init__(
+        self, model: Any, kinds: Sequence[Kind], vocabulary_size: int, costs: StepCosts, between: Callable[[], None]
+    ) -> None:
         self._model = model
+        self._between = between
         self._kinds = kinds
         self._costs = costs
         flat = flattened(kinds)
@@ -125,6 +136,7 @@ class _SelfTest:
         return Proof(capabilities, self._expected[0].shape[-1], tap if is_tapped else None, self._layout if keeps else None)
 
     def _holds(self, what: str, proof: Callable[[], None], notes: list[str]) -> bool:
+        self._between()
         try:
             proof()
         except Disproof as disproof:

@@ -13,7 +13,7 @@ import msgspec
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 PREPARE_SECONDS = 20.0
 """A worker refuses a prompt whose rendering and tokenizing takes longer."""
 
@@ -47,7 +47,8 @@ class FakeScript(Wire):
 
     `reply`: instead of hashed tokens, every sequence says this text (UTF-8 bytes, one token each) and ends.
     `eos_one_in`: a hashed token is the end token once in so many (0: never). `disagrees_one_in`: once in so many a hashed token
-    is another than engines without it draw (1: always, 0: never). `vocabulary`: digest of its vocabulary.
+    is another than engines without it draw (1: always, 0: never). `vocabulary`: digest of its vocabulary. `trace`: a file to which
+    every step appends a line when it begins to compute and one when it has ended (`fake_trace.py`).
     """
 
     context_length: int = 4096
@@ -61,6 +62,7 @@ class FakeScript(Wire):
     disagrees_one_in: int = 0
     vocabulary: str = "fake-bytes"
     faults: tuple[Fault, ...] = ()
+    trace: str | None = None
 
 
 class Sampling(Wire):
@@ -117,6 +119,17 @@ class Command(Wire):
     """Base of all commands."""
 
 
+class DeviceLease(Wire):
+    """At most `num_slots` of the workers that share `directory` compute at once.
+
+    The directory may not be there yet; the one around it is. A worker that gets no slot within `patience_seconds` ends.
+    """
+
+    directory: str
+    num_slots: int
+    patience_seconds: float
+
+
 class Load(Command, tag="load"):
     """First command after `Hello`. `path`: a directory, or a hub id when `is_hub_id`.
 
@@ -124,7 +137,7 @@ class Load(Command, tag="load"):
     `prefill_chunk_tokens` bounds the tokens of one prefill step over all its rows.
     `compute_threads`: 0 leaves the default. `prefix_root`: directory of prefix files, None for none.
     `prefix_memory_bytes`: how much this worker keeps of finished and shared prefixes, 0 for nothing. `prefix_disk_bytes`: most
-    that all prefix files may take together, 0 for no bound.
+    that all prefix files may take together, 0 for no bound. `device_lease`: None lets it compute at any time.
     """
 
     name: str
@@ -141,6 +154,7 @@ class Load(Command, tag="load"):
     prefix_root: str | None = None
     prefix_memory_bytes: int = 0
     prefix_disk_bytes: int = 0
+    device_lease: DeviceLease | None = None
 
 
 class Prepare(Command, tag="prepare"):
@@ -185,7 +199,8 @@ class PrefillRow(Wire):
     and stop strings count as output. `max_length`: absolute length at which it finishes with "length". `limit`: absolute
     length at which it parks until a `Grant`. `prefix`: None neither finds nor keeps anything. `prefill_only`: all tokens are
     computed, none is generated, and the sequence finishes with "length" (`max_length` is then the number of tokens). `hold`: all
-    tokens are computed, none is generated, and the sequence waits for a `Draft`.
+    tokens are computed, none is generated, and the sequence waits for a `Draft`. `background`: while it is the only kind of work
+    here, the worker's steps stand behind those of other workers.
     """
 
     sequence: SequenceId
@@ -200,6 +215,7 @@ class PrefillRow(Wire):
     prefix: PrefixUse | None = None
     prefill_only: bool = False
     hold: bool = False
+    background: bool = False
 
 
 class Prefill(Command, tag="prefill"):

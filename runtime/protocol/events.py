@@ -30,7 +30,7 @@ RefusalCode = Literal[
     "malformed",  # the frame was no command at all
 ]
 
-Phase = Literal["import", "loading", "idle", "prefill", "decode", "verify", "draft", "stopping"]
+Phase = Literal["import", "loading", "idle", "prefill", "decode", "verify", "draft", "waiting", "stopping"]
 
 FinishReason = Literal["stop", "length"]
 
@@ -288,13 +288,18 @@ class Refused(Event, tag="refused"):
 
 
 class Heartbeat(Event, tag="beat"):
-    """From a thread of its own. `promised_seconds`: expected cost of the running step, 0 when idle."""
+    """From a thread of its own. `promised_seconds`: expected cost of the running step, 0 when idle.
+
+    Phase "waiting": for the device lease. `num_device_waits`: times it had to, `device_wait_seconds`: how long in all.
+    """
 
     step: int
     phase: Phase
     promised_seconds: float
     active_bytes: int
     resident_bytes: int
+    num_device_waits: int = 0
+    device_wait_seconds: float = 0.0
 
 
 class WorkerReport(Wire):

@@ -68,6 +68,7 @@ def _row(book: Book, drafter: Model, guest: SequenceId, sequence: Sequence) -> P
         ignore_eos=True,
         prefix=prefix,
         hold=True,
+        background=record.request.priority == "background",
     )
 
 

@@ -144,6 +144,7 @@ def _prefill_row(sequence: Sequence, prefix: PrefixUse | None) -> PrefillRow:
         ignore_eos=request.ignore_eos,
         prefix=prefix,
         prefill_only=request.prefill_only,
+        background=request.priority == "background",
     )
 
 

@@ -42,7 +42,15 @@ class HeartbeatThread:
         try:
             while not self._stop.is_set():
                 self._sender.send(
-                    Heartbeat(status.step, status.phase, status.promised_seconds, status.active_bytes, resident_bytes())
+                    Heartbeat(
+                        step=status.step,
+                        phase=status.phase,
+                        promised_seconds=status.promised_seconds,
+                        active_bytes=status.active_bytes,
+                        resident_bytes=resident_bytes(),
+                        num_device_waits=status.num_device_waits,
+                        device_wait_seconds=status.device_wait_seconds,
+                    )
                 )
                 self.on_beat()
                 self._stop.wait(BEAT_SECONDS)

@@ -20,6 +20,8 @@ from runtime.protocol.events import Failed, Hello, LoadFailure, Loading, Ready, 
 from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.worker.desk import TextDesk
+from runtime.worker.device import Device, device_of
+from runtime.worker.device_queue import NoSeat
 from runtime.worker.foreign import bounded
 from runtime.worker.heartbeat import HeartbeatThread
 from runtime.worker.log import logger
@@ -64,7 +66,11 @@ def live(directory: Path, key: str, incarnation: int, pid: int) -> int:
 
 def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, load: Load, loader: Loader, *, ledger: Path) -> None:
     status.phase = "loading"
-    loaded = loader(load, _Progress(channel))
+    try:
+        device = device_of(load.device_lease, status)
+    except (NoSeat, OSError) as error:
+        raise LoadError("error", f"the device lease: {error}") from error
+    loaded = loader(load, _Progress(channel, device, status))
     restrictions: tuple[str, ...] = ()
     if loaded.tokenizer.has_chat_template:
         try:
@@ -78,9 +84,10 @@ def _serve(channel: WorkerChannel, status: Status, heartbeat: HeartbeatThread, l
         form = form_of(loaded)
         prefix = None if form is None else form.facts
         channel.send(Ready(msgspec.structs.replace(loaded.facts, chat_restrictions=restrictions, prefix=prefix)))
-        Loop(channel, loaded, load, desk, status, ledger=ledger).run()
+        Loop(channel, loaded, load, desk, status, device, ledger=ledger).run()
     finally:
         desk.close()
+    device.close()
     loaded.engine.close()
     for hook in loaded.close_hooks:
         hook()
@@ -139,10 +146,15 @@ def _refuse_early(channel: WorkerChannel, command: AnyCommand) -> None:
 
 
 class _Progress:
-    """`Loading` events, at most ten a second, always those that begin or end a stage. For the loading thread only."""
+    """`Loading` events, at most ten a second, always those that begin or end a stage. For the loading thread only.
 
-    def __init__(self, channel: WorkerChannel) -> None:
+    The self-test computes as steps do, with the device lease; whenever it reports, others may have their turn.
+    """
+
+    def __init__(self, channel: WorkerChannel, device: Device, status: Status) -> None:
         self._channel = channel
+        self._device = device
+        self._status = status
         self._stage = ""
         self._next_at = 0.0
 
@@ -151,6 +163,16 @@ class _Progress:
         if stage != self._stage or now >= self._next_at or (total > 0 and done >= total):
             self._stage, self._next_at = stage, now + PROGRESS_SECONDS
             self._channel.send(Loading(stage, done, total))
+        if stage == "selftest":
+            self._take_turns(is_over=done >= total)
+
+    def _take_turns(self, *, is_over: bool) -> None:
+        if is_over or self._device.is_wanted():
+            self._device.give_back()
+        if not is_over:
+            while not self._device.take(is_background=False):
+                pass  # each try sleeps, and the last one raises
+            self._status.phase = "loading"
 
 
 def _renders(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> bool:

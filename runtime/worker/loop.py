@@ -34,6 +34,7 @@ from runtime.protocol.commands import (
 from runtime.protocol.events import Inspected, Refused, Released, StepDone, WorkerReport
 from runtime.protocol.frames import FrameError
 from runtime.worker.desk import TextDesk
+from runtime.worker.device import Device
 from runtime.worker.drafting import Drafter
 from runtime.worker.prefixes import Prefixes
 from runtime.worker.sequences import Sequences
@@ -54,6 +55,7 @@ class Loop:
         load: Load,
         desk: TextDesk,
         status: Status,
+        device: Device,
         *,
         ledger: Path | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class Loop:
             self._verifier,
             self._drafter,
             status,
+            device,
             chunk_tokens=load.prefill_chunk_tokens,
             send=channel.send,
         )

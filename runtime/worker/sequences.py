@@ -156,6 +156,10 @@ class Sequences:
         rows = [row for row in self._running.values() if row.can_decode()]
         return rows if len(rows) <= self._max_slots else rows[: self._max_slots]
 
+    def has_interactive(self) -> bool:
+        """Somebody who reads along waits for what this worker computes."""
+        return any(not row.start.background and not row.is_parked() for row in self._rows.values())
+
     def next_batch(self) -> Batch | None:
         """The batch that gets the next chunk, if any can be fed."""
         tokens_left = [sum(row.num_feedable(in_chunks=self._in_chunks) for row in batch.rows) for batch in self.batches]

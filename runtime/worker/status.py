@@ -15,3 +15,5 @@ class Status:
     phase: Phase = "import"
     promised_seconds: float = 0.0
     active_bytes: int = 0
+    num_device_waits: int = 0
+    device_wait_seconds: float = 0.0

@@ -3,7 +3,8 @@
 One step is ahead: step n+1 is submitted before the result of step n is taken, so that text, stop strings and messages of step n
 cost no device time. A row that step n ends may therefore be part of step n+1; that token is dropped. A limit is known
 beforehand and never overshot. A step that somebody waits for is taken first: on a CPU, submitting lasts nearly as long as
-computing, and would hold its answer back for a whole step.
+computing, and would hold its answer back for a whole step. So is a step during which somebody else asks for the device: another
+worker then computes while this one says what its step brought.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from runtime.engine.prefix_parts import PrefixPart
 from runtime.protocol.events import AnyEvent, Held, Prefilled, StepDone, StepRow, Verified, VerifiedRow
 from runtime.protocol.ids import SequenceId
 from runtime.worker import plan
+from runtime.worker.device import Device
 from runtime.worker.drafting import Drafter, Order
 from runtime.worker.prefixes import Prefixes
 from runtime.worker.row import Row
@@ -68,6 +70,7 @@ class Steps:
         verifier: Verifier,
         drafter: Drafter,
         status: Status,
+        device: Device,
         *,
         chunk_tokens: int,
         send: Callable[[AnyEvent], None],
@@ -79,6 +82,7 @@ class Steps:
         self._verifier = verifier
         self._drafter = drafter
         self._status = status
+        self._device = device
         self._chunk_tokens = chunk_tokens
         self._send = send
         self._submitted: _Submitted | None = None
@@ -103,9 +107,10 @@ class Steps:
             self._harvest(step)
 
     def turn(self) -> bool:
-        """Submit the next step, then take the result of the one before. False when there was neither."""
+        """Submit the next step, then take the result of the one before. False when there was neither, nor a step that waits for
+        the device."""
         before = self._submitted
-        if before is not None and before.is_awaited:
+        if before is not None and (before.is_awaited or self._device.is_wanted()):
             self._submitted = None
             self._harvest(before)
             self._submitted = self._submit()
@@ -113,7 +118,7 @@ class Steps:
         self._submitted = self._submit()
         if before is not None:
             self._harvest(before)
-        return before is not None or self._submitted is not None
+        return before is not None or self._submitted is not None or self._device.is_waiting
 
     def _submit(self) -> _Submitted | None:
         sequences = self._sequences
@@ -130,6 +135,9 @@ class Steps:
             possible.add("draft")
         kind = plan.next_kind(possible, self._last)
         if kind is None:
+            self._device.withdraw()
+            return None
+        if not self._device.take(is_background=not sequences.has_interactive()):
             return None
         self._last = kind
         self.nums[kind] += 1
@@ -182,6 +190,8 @@ class Steps:
         """Take a step's result and say what it brought."""
         self._status.phase = step.kind
         results = step.pending.result()
+        if self._submitted is None:
+            self._device.give_back()
         now = time.monotonic()
         seconds = now - max(step.submitted_at, self._result_at)
         self._result_at = now

@@ -294,6 +294,16 @@ def _assert_right(model: Any, proof: Proof, tiny: MakeTiny) -> None:
     assert evening.said == {guest.sequence: run_alone(healthy, guest) for guest in guests}
 
 
+def test_others_may_have_the_device_between_two_proofs(tiny: MakeTiny) -> None:
+    heard: list[tuple[str, int, int]] = []
+    lm.load(Load(name="tiny", path=str(tiny("llama"))), lambda *progress: heard.append(progress))
+    turns = [progress for progress in heard if progress[0] == "selftest"]
+    assert turns[0] == ("selftest", 0, 1)
+    assert turns[-1] == ("selftest", 1, 1)
+    assert len(turns) > 5
+    assert turns.count(("selftest", 1, 1)) == 1
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_checkpoint_whose_logits_are_never_finite_does_not_load(tmp_path: Path, poison: float) -> None:
     directory = make_tiny(tmp_path / "poisoned", "llama")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import overhead, prefix_parts
+from benchmarks import device_lease, overhead, prefix_parts
 from benchmarks.measure import BenchmarkError, Run, StreamRun, equal_fraction, require_same_work
 from benchmarks.parts import BATCH_GENERATOR, SERVER, STREAM_GENERATE
 from benchmarks.report import Figure, Target, table
@@ -65,6 +65,16 @@ def test_a_quick_run_of_the_prefix_benchmark_measures_and_judges_every_part() ->
     assert {figure["part"] for figure in found["figures"]} == set(prefix_parts.PARTS)
     assert {run["cached_tokens"] for run in found["runs"] if run["part"] == "a"} == {0, 512}
     assert all(figure["subject"]["runs"] for figure in found["figures"])
+
+
+def test_a_quick_run_of_the_device_lease_benchmark_measures_every_part() -> None:
+    command = [sys.executable, "-m", "benchmarks.device_lease", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110.0, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert {figure["part"] for figure in found["figures"]} == {"a", *device_lease.PARTS}
+    assert found["waits"]["none"]["num_device_waits"] == 0
+    assert found["waits"]["1"]["num_device_waits"] > 0
 
 
 def test_a_terminated_run_says_so_and_leaves_nothing_behind() -> None:

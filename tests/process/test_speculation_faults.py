@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import anyio
+import msgspec
 import pytest
 
 import runtime
@@ -35,6 +36,9 @@ from tests.support.heard import (
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.limit(180)]
+
+UNLEASED = msgspec.structs.replace(SETTINGS, device_lease=None)
+"""A drafter that is stopped inside a step keeps a lease of one from its target until its silence ends it."""
 
 MAX_STALL_SECONDS = 1.0
 """Beyond the longest gap of the same request decoded plainly at the same time."""
@@ -180,7 +184,7 @@ async def test_a_drafter_killed_or_stopped_at_any_message_changes_nothing(
     faults = list(itertools.product(ROUND_MESSAGES, KINDS))
     random.Random(anyio_backend).shuffle(faults)
     left = list(faults)
-    async with runtime.Runtime(SETTINGS) as rt:
+    async with runtime.Runtime(UNLEASED) as rt:
         await rt.load(runtime.ModelSpec("plain", kind="fake", fake=TARGET, max_slots=16))
         tenant = rt.tenant("a", runtime.TenantSpec(max_running=64))
         ambushes = lay(monkeypatch)
@@ -230,7 +234,7 @@ async def test_a_late_drafter_is_struck_again_while_its_target_goes_on_alone(
     anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where its rows are let go, and where it is fed what it missed."""
-    async with runtime.Runtime(SETTINGS) as rt:
+    async with runtime.Runtime(UNLEASED) as rt:
         await rt.load(runtime.ModelSpec("plain", kind="fake", fake=TARGET, max_slots=16))
         tenant = rt.tenant("a", runtime.TenantSpec(max_running=64))
         ambushes = lay(monkeypatch)

@@ -26,6 +26,7 @@ from runtime.protocol.events import AnyEvent, Kept, KeptNode, Restored, SegmentP
 from runtime.protocol.ids import SequenceId
 from runtime.protocol.tokens import TokenIds
 from runtime.worker.desk import TextDesk
+from runtime.worker.device import FreeDevice
 from runtime.worker.loop import IDLE_SECONDS, Loop
 from runtime.worker.prefix_form import PrefixForm
 from runtime.worker.status import Status
@@ -67,7 +68,7 @@ class Phases:
         load = Load("m", "", prefix_root=None if root is None else str(root), **options)
         self.channel = PhasedChannel(phases)
         self.desk = TextDesk(loaded.tokenizer, self.channel)  # type: ignore[arg-type]
-        self.loop = Loop(self.channel, loaded, load, self.desk, Status())  # type: ignore[arg-type]
+        self.loop = Loop(self.channel, loaded, load, self.desk, Status(), FreeDevice())  # type: ignore[arg-type]
         self.memory = self.loop._prefixes.memory
 
     def run(self) -> list[AnyEvent]:

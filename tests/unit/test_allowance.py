@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,16 @@ def test_files_take_at_most_32_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_the_app_has_set_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, GIB)
-    settings = Settings(prefix_memory_bytes=0, prefix_disk_bytes=7)
+    settings = Settings(prefix_memory_bytes=0, prefix_disk_bytes=7, device_lease=3)
     assert allowance.settled(settings, tmp_path) == settings
+
+
+@pytest.mark.parametrize(("device_lease", "on_mac", "elsewhere"), [("auto", 1, None), (None, None, None), (1, 1, 1), (4, 4, 4)])
+def test_one_worker_at_a_time_computes_on_a_mac_unless_the_app_says_otherwise(
+    device_lease: Any, on_mac: int | None, elsewhere: int | None
+) -> None:
+    assert allowance.num_device_slots(device_lease, "darwin") == on_mac
+    assert allowance.num_device_slots(device_lease, "linux") == elsewhere
 
 
 def test_a_system_that_does_not_tell_its_memory_gets_a_number_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,17 @@ def test_a_weight_beyond_what_the_fair_queue_can_count_with_is_refused(weight: f
         TenantSpec(weight=weight)
 
 
+@pytest.mark.parametrize("device_lease", [None, "auto", 1, 64])
+def test_a_device_lease_is_a_number_of_workers_or_left_to_the_system(device_lease: Any) -> None:
+    assert Settings(device_lease=device_lease).device_lease == device_lease
+
+
+@pytest.mark.parametrize("device_lease", [0, -1, 65, 1.0, True, "one"])
+def test_no_other_device_lease_can_be_set(device_lease: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"device_lease: got .*'auto', None, or a whole number from 1 to 64"):
+        Settings(device_lease=device_lease)
+
+
 @pytest.mark.parametrize(
     ("script", "option", "words"),
     [

@@ -54,6 +54,23 @@ def test_a_step_that_never_ends_is_noticed_though_the_beats_go_on() -> None:
     assert "no progress in decode step 7" in (vigil.verdict(7.0) or "")
 
 
+def test_a_worker_that_waits_for_the_device_is_well_as_long_as_it_beats_and_has_its_whole_time_afterwards() -> None:
+    vigil = Vigil(5.0, now=0.0)
+    vigil.heard(beat(7, "decode"), 1.0)
+    for second in range(2, 100):
+        vigil.heard(beat(7, "waiting"), float(second))
+        assert vigil.verdict(second + 4.9) is None
+    vigil.heard(beat(8, "decode", promised=2.0), 100.0)
+    assert vigil.verdict(106.9) is None
+    assert vigil.verdict(107.0) is not None
+
+
+def test_a_waiting_worker_that_stops_beating_is_silent() -> None:
+    vigil = Vigil(5.0, now=0.0)
+    vigil.heard(beat(7, "waiting"), 1.0)
+    assert "no message" in (vigil.verdict(6.0) or "")
+
+
 def test_steps_that_advance_are_progress() -> None:
     vigil = Vigil(5.0, now=0.0)
     for second in range(1, 100):

@@ -51,6 +51,13 @@ def test_a_request_is_prepared_prefilled_decoded_and_ended_with_its_counts() -> 
     assert house.pieces[request][-1].finish == "stop"
 
 
+@pytest.mark.parametrize(("priority", "is_background"), [("interactive", False), ("background", True)])
+def test_a_row_says_whether_anybody_reads_along(priority: str, is_background: bool) -> None:
+    house = a_house()
+    house.start(priority=priority)
+    assert [row.background for row in house.rows()] == [is_background]
+
+
 def test_a_slot_is_free_only_when_the_worker_has_confirmed_and_the_client_does_not_wait_for_that() -> None:
     house = a_house(slots=1)
     first, sequence = house.start()

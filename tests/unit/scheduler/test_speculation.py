@@ -39,6 +39,14 @@ def test_a_round_is_hold_then_draft_then_verify_and_the_next_begins_with_its_ans
     assert (house.holds(), house.resumes()) == ([(sequence,)], [])
 
 
+@pytest.mark.parametrize(("priority", "is_background"), [("interactive", False), ("background", True)])
+def test_a_guest_is_of_its_requests_class(priority: str, is_background: bool) -> None:
+    house = Pair()
+    house.pair()
+    house.begin(priority=priority)
+    assert [guest.background for guest in house.invited()] == [is_background]
+
+
 def test_after_a_wrong_proposal_the_drafter_goes_back_to_what_stands() -> None:
     house = Pair()
     house.pair()

@@ -16,6 +16,7 @@ from runtime.protocol.frames import FrameError
 from runtime.protocol.ids import SequenceId
 from runtime.protocol.tokens import TokenIds
 from runtime.worker.desk import TextDesk
+from runtime.worker.device import Device, FreeDevice
 from runtime.worker.loop import Loop
 from runtime.worker.status import Status
 
@@ -93,6 +94,7 @@ class Stage:
         script: FakeScript = FakeScript(),  # noqa: B008
         tokenizer: FakeTokenizer | None = None,
         chunked_prefill: bool = True,
+        device: Device | None = None,
         **options: Any,
     ) -> None:
         load = Load("m", "", kind="fake", fake=script, **options)
@@ -107,7 +109,7 @@ class Stage:
         )
         self.channel = ScriptedChannel(turns)
         self.desk = TextDesk(loaded.tokenizer, self.channel)  # type: ignore[arg-type]
-        self.loop = Loop(self.channel, loaded, load, self.desk, Status())  # type: ignore[arg-type]
+        self.loop = Loop(self.channel, loaded, load, self.desk, Status(), device or FreeDevice())  # type: ignore[arg-type]
 
     def run(self) -> list[AnyEvent]:
         try:
