@@ -166,7 +166,7 @@ class Residency:
         known.rested_at = self._clock()
         if not known.num_leases:
             for one in (known, self._known.get(ModelName(known.spec.drafter or ""))):
-                if one is not None and one.on_demand is not None and not self._is_busy(one):
+                if one is not None and one.on_demand is not None and not self._is_busy(one) and not self._targets(one):
                     self._end_load(one)
             self._changed.set()
 

@@ -114,7 +114,7 @@ class ModelRemoved:
 
 @dataclass(frozen=True, slots=True)
 class GroupsExchanged:
-    """The two groups exchange their workers: new requests for `group` go to those that `other` had. Requests stay with their worker."""
+    """They exchange their replicas: new requests for `group` go to those that `other` had. Requests stay where they are."""
 
     group: ModelName
     other: ModelName
