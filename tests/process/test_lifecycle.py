@@ -257,9 +257,10 @@ async def test_loads_unloads_and_requests_in_any_order_leave_one_worker_or_none(
 
 async def test_a_registered_drafter_is_loaded_with_its_target() -> None:
     async with runtime.Runtime() as rt:
-        rt.register(make("small"))
+        rt.register(make("small", load_seconds=0.5))
         rt.register(make(drafter="small"))
         await check(rt, "chat", "x")
+        assert states(rt)["small"] != "ready"  # the target neither waits for its load nor ends it
         await until(lambda: states(rt) == {"chat": "ready", "small": "ready"})
 
 

@@ -34,8 +34,8 @@ ALLOWED: dict[str, str] = {
     "listening": f"{LOW} actors info scheduler watch",
     "residency": f"{LOW} actors scheduler.ports scheduler.stimuli watch",
     "snapshots": f"{LOW} actors info",
-    "host": f"{LOW} actors allowance client desk info librarian listening locate options prefix residency scheduler snapshots store "
-    "watch",
+    "host": f"{LOW} actors allowance client desk info librarian listening locate options prefix residency scheduler snapshots "
+    "store watch",
     "testing": f"{LOW} engine.fake_draw engine.fake_text worker.fallback",
     "__init__": f"{LOW} client completion handle host info options prefill_options scheduler watch",
     # fetched models
