@@ -227,7 +227,9 @@ class Runtime:
     def models(self) -> list[ModelInfo]:
         """In the order of their loads, also those still loading, restarting or failed; after them known ones without a worker."""
         self._require_open()
-        absent = [absent_info(known.spec, "unloaded" if known.was_loaded else "registered") for known in self._residency.absent()]
+        absent = [
+            absent_info(known.spec, "unloaded" if known.was_loaded else "registered") for known in self._residency.names.absent()
+        ]
         return [*(model_info(actor) for actor in self._supervisor.actors()), *absent]
 
     def capabilities(self, name: str) -> Capabilities:
@@ -236,7 +238,7 @@ class Runtime:
         :raises ModelNotLoaded: also while it is loading.
         """
         self._require_open()
-        proved = self._supervisor.facts(self._residency.worker(ModelName(name))).capabilities
+        proved = self._supervisor.facts(self._residency.names.worker(ModelName(name))).capabilities
         refused = [
             f"speculation: drafter {pairing.drafter!r} cannot be used: {pairing.reason}"
             for pairing in self._scheduler.stats().pairings
@@ -247,7 +249,7 @@ class Runtime:
     async def inspect(self, name: str) -> WorkerReport:
         """A worker's own count of itself. :raises ModelNotLoaded: :raises ModelUnavailable: no worker serves now."""
         self._require_open()
-        return await self._supervisor.inspect(self._residency.worker(ModelName(name)))
+        return await self._supervisor.inspect(self._residency.names.worker(ModelName(name)))
 
     async def tokenize(self, name: str, **options: Unpack[PromptOptions]) -> list[int]:
         """The token ids that a request with this prompt would feed. Loads the model as a request does.

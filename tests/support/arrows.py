@@ -32,7 +32,8 @@ ALLOWED: dict[str, str] = {
     "allowance": f"{LOW} prefix",
     "librarian": f"{LOW} prefix scheduler.ports scheduler.stimuli",
     "listening": f"{LOW} actors info scheduler watch",
-    "residency": f"{LOW} actors scheduler.ports scheduler.stimuli watch",
+    "names": f"{LOW} actors",
+    "residency": f"{LOW} actors names scheduler.ports scheduler.stimuli watch",
     "snapshots": f"{LOW} actors info",
     "host": f"{LOW} actors allowance client desk info librarian listening locate options prefix residency scheduler snapshots "
     "store watch",
