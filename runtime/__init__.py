@@ -52,7 +52,9 @@ if TYPE_CHECKING:
     from runtime.scheduler.stats import ModelStats, PairingStats, PrefixStats, SchedulerStats, TenantStats
     from runtime.watch import (
         LoadProgress,
+        ModelEnded,
         ModelStateChanged,
+        ModelSwapped,
         RequestEnded,
         RequestQueued,
         Watch,
@@ -97,7 +99,17 @@ _HOMES = {
     "scheduler.request": ("Timings",),
     "scheduler.drafting": ("DraftStats",),
     "scheduler.stats": ("ModelStats", "PairingStats", "PrefixStats", "SchedulerStats", "TenantStats"),
-    "watch": ("LoadProgress", "ModelStateChanged", "RequestEnded", "RequestQueued", "Watch", "WatchEvent", "WorkerDied"),
+    "watch": (
+        "LoadProgress",
+        "ModelEnded",
+        "ModelStateChanged",
+        "ModelSwapped",
+        "RequestEnded",
+        "RequestQueued",
+        "Watch",
+        "WatchEvent",
+        "WorkerDied",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -117,6 +129,7 @@ __all__ = [
     "GenerationFailed",
     "InvalidRequest",
     "LoadProgress",
+    "ModelEnded",
     "ModelError",
     "ModelFacts",
     "ModelInfo",
@@ -126,6 +139,7 @@ __all__ = [
     "ModelState",
     "ModelStateChanged",
     "ModelStats",
+    "ModelSwapped",
     "ModelUnavailable",
     "Overloaded",
     "PairingStats",

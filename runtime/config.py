@@ -137,8 +137,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Path(platformdirs.user_cache_dir("mlx-troupe"))
 
 
-REPLICA_NAME = re.compile(r"#\d+$")
-"""Names of this kind are given to the second and later replicas of a model."""
+REPLICA_NAME = re.compile(r"#\d+(\.\d+)?$")
+"""Names of this kind are given to the second and later replicas of a model, and to workers that were swapped in."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +153,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     after; or "lookup", which proposes what followed the same words before in prompt and answer. The tokens stay the same, whatever
     it proposes. draft_tokens: proposals a round; "auto" measures and chooses, 0 included. draft_ahead: whether to draft while the
     target verifies; "auto" where it promises a gain.
+    pin: it is neither unloaded when idle nor evicted when memory is short. idle_unload_seconds: once none of its requests has been
+    under way for so long, its workers end; the next request loads it again. None: it stays.
     """
 
     name: str
@@ -168,6 +170,8 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draft_tokens: int | Literal["auto"] = "auto"
     draft_ahead: bool | Literal["auto"] = "auto"
     replicas: int = 1
+    pin: bool = False
+    idle_unload_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _text("name", self.name, "a non-empty string")
@@ -191,6 +195,9 @@ class ModelSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(isinstance(self.trust_remote_code, bool), "trust_remote_code", self.trust_remote_code, "True or False")
         if self.revision is not None:
             _text("revision", self.revision, "a branch, tag or commit of the hub, or None")
+        _require(isinstance(self.pin, bool), "pin", self.pin, "True or False")
+        if self.idle_unload_seconds is not None:
+            _seconds("idle_unload_seconds", self.idle_unload_seconds)
         _count("max_slots", self.max_slots, 1, 256)
         if self.max_context_tokens is not None:
             _count("max_context_tokens", self.max_context_tokens, 2, 1 << 24)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import anyio
 
@@ -20,18 +21,29 @@ from runtime.scheduler.stream import TokenStream
 from runtime.watch import RequestEnded, RequestQueued, WatchHub
 
 
+class Leases(Protocol):
+    """Who keeps a model there while a request needs it; `residency.py`."""
+
+    def lease(self, name: ModelName) -> object:
+        """Loads it if need be. :raises ModelError: no lease is held."""
+        ...
+
+    def give_back(self, name: ModelName) -> None: ...
+
+
 class RequestDesk:
     """The `Desk` of a Runtime's own tenants. `is_open` turns False when the Runtime closes."""
 
-    def __init__(self, scheduler: Scheduler, watchers: WatchHub, keyring: Keyring) -> None:
+    def __init__(self, scheduler: Scheduler, watchers: WatchHub, keyring: Keyring, leases: Leases) -> None:
         self.is_open = True
         self._scheduler = scheduler
         self._keyring = keyring
         self._sharing: set[TenantId] = set()
         self._watchers = watchers
         self._num_refusing: Counter[ModelName] = Counter()
-        self._num_open: Counter[ModelName] = Counter()
-        self._drained: dict[ModelName, anyio.Event] = {}
+        self._leases = leases
+        self._open: dict[ModelName, set[RequestId]] = {}
+        self._waiting: list[tuple[set[RequestId], anyio.Event]] = []
         scheduler.on_end = self._ended
 
     def submit(self, tenant: TenantId, model: str, options: ValidOptions, *, windowed: bool) -> TokenStream:
@@ -59,8 +71,13 @@ class RequestDesk:
             boundaries=options.boundaries,
             speculate=options.speculate,
         )
-        stream = self._scheduler.submit(request)
-        self._num_open[name] += 1
+        self._leases.lease(name)
+        try:
+            stream = self._scheduler.submit(request)
+        except BaseException:
+            self._leases.give_back(name)
+            raise
+        self._open.setdefault(name, set()).add(request.id)
         self._watchers.publish(RequestQueued(model, tenant, request.id))
         return stream
 
@@ -89,11 +106,16 @@ class RequestDesk:
                 return None
 
     def _ended(self, request: Request, outcome: Outcome) -> None:
-        self._num_open[request.model] -= 1
-        if not self._num_open[request.model]:
-            del self._num_open[request.model]
-            if (drained := self._drained.pop(request.model, None)) is not None:
-                drained.set()
+        still_open = self._open[request.model]
+        still_open.remove(request.id)
+        if not still_open:
+            del self._open[request.model]
+        for awaited, ended in self._waiting:
+            awaited.discard(request.id)
+            if not awaited:
+                ended.set()
+        self._waiting = [(awaited, ended) for awaited, ended in self._waiting if awaited]
+        self._leases.give_back(request.model)
         self._watchers.publish(RequestEnded(request.model, request.tenant, request.id, outcome.state))
 
     @contextmanager
@@ -105,7 +127,12 @@ class RequestDesk:
         finally:
             self._num_refusing[model] -= 1
 
-    async def drained(self, model: ModelName) -> None:
-        """Wait until none of its requests is under way; any number of tasks may."""
-        while self._num_open[model]:
-            await self._drained.setdefault(model, anyio.Event()).wait()
+    def all_ended(self, model: ModelName) -> anyio.Event:
+        """Set once the requests that the model has now have ended, whatever comes after them."""
+        ended = anyio.Event()
+        awaited = set(self._open.get(model, ()))
+        if awaited:
+            self._waiting.append((awaited, ended))
+        else:
+            ended.set()
+        return ended

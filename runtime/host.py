@@ -30,9 +30,10 @@ from runtime.prefix.keys import Keyring
 from runtime.protocol.commands import DeviceLease, Load
 from runtime.protocol.events import Capabilities, Refused, WorkerReport
 from runtime.protocol.ids import ModelName, TenantId
+from runtime.residency import Residency
 from runtime.scheduler.scheduler import Scheduler
 from runtime.scheduler.stimuli import Stimulus, TenantSet
-from runtime.snapshots import model_info, worker_stats
+from runtime.snapshots import absent_info, model_info, worker_stats
 from runtime.watch import Watch, WatchHub
 
 MAX_TENANT_NAME_CHARACTERS = 128
@@ -60,6 +61,7 @@ class Runtime:
         self._scheduler: Scheduler
         self._supervisor: Supervisor
         self._librarian: Librarian
+        self._residency: Residency
         self._desk: RequestDesk
 
     # -- lifetime -------------------------------------------------------------------------------------------
@@ -80,10 +82,12 @@ class Runtime:
         keyring = self._open_library(root)
         listening.tidy_up = self._librarian.worker_died
         self._scheduler = listening.scheduler = Scheduler(self._supervisor, self.settings, files=self._librarian)
-        self._desk = RequestDesk(self._scheduler, self._watchers, keyring)
+        self._residency = Residency(self._group, self._supervisor, self._scheduler, self._watchers, self._load_command)
+        self._desk = self._residency.open_requests = RequestDesk(self._scheduler, self._watchers, keyring, self._residency)
         self._timer_stopped = anyio.Event()
         self._group.start_soon(self._run_timer, name="scheduler timer")
         self._group.start_soon(self._librarian.run, name="librarian")
+        self._group.start_soon(self._residency.run, name="idle models")
         self._phase = "open"
         return self
 
@@ -153,14 +157,51 @@ class Runtime:
 
         :raises ModelLoadFailed: `reason` says whose fault it is. :raises ProtocolMismatch: :raises RuntimeClosed:
         """
+        self._require_spec(spec)
+        actor = await self._residency.load(spec)
+        await self._librarian.first_scan()
+        return model_info(actor)
+
+    def register(self, spec: ModelSpec) -> None:
+        """Make a model known without loading it: its first request does, and the one after an unload or a failed load again.
+
+        A request that waits for the load counts as queued; when the load fails it ends with `ModelLoadFailed`. When the last that
+        waits is cancelled, so is the load. A registered drafter is loaded with its target.
+
+        :raises ModelLoadFailed: the name is loaded with another spec. :raises InvalidRequest: no ModelSpec.
+        """
+        self._require_spec(spec)
+        self._residency.register(spec)
+
+    async def unregister(self, name: str) -> None:
+        """Unload it, and forget the name. :raises ModelNotLoaded: no such model."""
+        self._require_open()
+        await self._residency.unload(ModelName(name), keep=False)
+
+    async def swap(self, spec: ModelSpec) -> ModelInfo:
+        """Give a model's name to other weights without a pause: they are loaded beside the old ones, and once they are ready all
+        new requests go to them. Returns then. The old workers end when the requests they have are over; no request sees both.
+
+        Both must fit into memory until then. If the load fails, or the call is cancelled, the old ones stay. What was computed
+        ahead with `Tenant.prefill` ends with the old workers. A model that is not loaded now is loaded with the new spec.
+
+        :raises ModelNotLoaded: no such model. :raises ModelLoadFailed: :raises ProtocolMismatch: :raises RuntimeClosed:
+        """
+        self._require_spec(spec)
+        return model_info(await self._residency.swap(spec))
+
+    def _require_spec(self, spec: object) -> None:
         self._require_open()
         if not isinstance(spec, ModelSpec):
             raise InvalidRequest("spec", f"got {shown(spec)}; allowed: a ModelSpec")
+
+    def _load_command(self, spec: ModelSpec) -> Load:
+        """:raises ModelLoadFailed: its path leads nowhere."""
         if spec.kind == "fake":
             location = Location(str(spec.path), is_hub_id=False)
         else:
             location = locate(spec.name, str(spec.path), self.settings.home_directory(), store.resolve)
-        load = Load(
+        return Load(
             name=spec.name,
             path=location.path,
             is_hub_id=location.is_hub_id,
@@ -175,12 +216,10 @@ class Runtime:
             prefix_disk_bytes=self.settings.prefix_disk_bytes or 0,
             device_lease=self._device_lease(),
         )
-        actor = await self._supervisor.load(spec, load)
-        await self._librarian.first_scan()
-        return model_info(actor)
 
     async def unload(self, name: str, *, drain_seconds: float = 0.0) -> None:
-        """End a model, also while it loads; returns when its process is gone. Unloading again is harmless.
+        """End a model, also while it loads; returns when its process is gone. Unloading again is harmless. One that was registered
+        stays so, and its next request loads it again.
 
         Its requests get `ModelNotLoaded`. With `drain_seconds`, new ones are refused at once and those there may take that long.
 
@@ -192,13 +231,16 @@ class Runtime:
         model = ModelName(name)
         if drain_seconds > 0:
             with self._desk.refusing(model), anyio.move_on_after(drain_seconds):
-                await self._desk.drained(model)
-        await self._supervisor.unload(model)
+                await self._desk.all_ended(model).wait()
+        await self._residency.unload(model)
 
     def models(self) -> list[ModelInfo]:
-        """In the order of their loads; also those still loading, restarting or failed."""
+        """In the order of their loads, also those still loading, restarting or failed; after them known ones without a worker."""
         self._require_open()
-        return [model_info(actor) for actor in self._supervisor.actors()]
+        absent = [
+            absent_info(known.spec, "unloaded" if known.was_loaded else "registered") for known in self._residency.names.absent()
+        ]
+        return [*(model_info(actor) for actor in self._supervisor.actors()), *absent]
 
     def capabilities(self, name: str) -> Capabilities:
         """What the load-time self-test proved for this model, and why its drafter cannot be used if that is so.
@@ -206,7 +248,7 @@ class Runtime:
         :raises ModelNotLoaded: also while it is loading.
         """
         self._require_open()
-        proved = self._supervisor.facts(ModelName(name)).capabilities
+        proved = self._supervisor.facts(self._residency.names.worker(ModelName(name))).capabilities
         refused = [
             f"speculation: drafter {pairing.drafter!r} cannot be used: {pairing.reason}"
             for pairing in self._scheduler.stats().pairings
@@ -217,16 +259,16 @@ class Runtime:
     async def inspect(self, name: str) -> WorkerReport:
         """A worker's own count of itself. :raises ModelNotLoaded: :raises ModelUnavailable: no worker serves now."""
         self._require_open()
-        return await self._supervisor.inspect(ModelName(name))
+        return await self._supervisor.inspect(self._residency.names.worker(ModelName(name)))
 
     async def tokenize(self, name: str, **options: Unpack[PromptOptions]) -> list[int]:
-        """The token ids that a request with this prompt would feed.
+        """The token ids that a request with this prompt would feed. Loads the model as a request does.
 
         :raises InvalidRequest: also when the model's template cannot render it. :raises ModelNotLoaded: :raises ModelUnavailable:
         """
         self._require_open()
         prompt = validate_prompt(options)
-        answer = await self._supervisor.find(ModelName(name)).prepare(self._scheduler.new_request_id(), prompt)
+        answer = await self._residency.prepare(ModelName(name), self._scheduler.new_request_id(), prompt)
         if isinstance(answer, Refused):
             raise InvalidRequest("prompt", answer.message)
         return answer.tokens.tolist()

@@ -8,14 +8,17 @@ from typing import Literal
 from runtime.protocol.events import ModelFacts, Phase
 from runtime.scheduler.stats import SchedulerStats
 
-ModelState = Literal["spawned", "connected", "loading", "ready", "draining", "stopped", "dead", "backoff", "failed"]
-"""The states of a worker; see `runtime.actors.lifecycle`."""
+ModelState = Literal[
+    "spawned", "connected", "loading", "ready", "draining", "stopped", "dead", "backoff", "failed", "registered", "unloaded"
+]
+"""The states of a worker (see `runtime.actors.lifecycle`), and of a name without any: never loaded yet, or not now."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """One loaded model, or one of its replicas, the second of which is named "name#2". What only loading reveals is None until it
-    was ready once; `pid` is None while no process runs.
+    """One loaded model, or one of its replicas, the second of which is named "name#2"; or a known name that no worker runs for.
+    What only loading reveals is None until it was ready once; `pid` is None while no process runs. While a model is being swapped,
+    its old and its new workers are listed, under the same name.
 
     incarnation: the n-th process of this load, from 1. restarts: how often it was started again.
     memory_bytes: resident size of its process by its last heartbeat, 0 before. weights_bytes: of its parameters.

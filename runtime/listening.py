@@ -12,7 +12,7 @@ from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.info import ModelState
 from runtime.protocol.events import AnyEvent, Loading, ModelFacts
-from runtime.protocol.ids import Incarnation, ModelName
+from runtime.protocol.ids import Incarnation, ModelName, public_name
 from runtime.scheduler.ports import SchedulerPort
 from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, WorkerLost, WorkerSaid, WorkerUp
 from runtime.watch import LoadProgress, ModelStateChanged, WatchHub, WorkerDied
@@ -45,10 +45,9 @@ class Listening:
     def __init__(self, watchers: WatchHub) -> None:
         self._watchers = watchers
 
-    def model_added(self, model: ModelName, spec: ModelSpec) -> None:
+    def model_added(self, model: ModelName, spec: ModelSpec, group: ModelName) -> None:
         draft_tokens = None if spec.draft_tokens == "auto" else spec.draft_tokens
         draft_ahead = None if spec.draft_ahead == "auto" else spec.draft_ahead
-        group = ModelName(spec.name)
         self.scheduler.offer(ModelAdded(model, spec.max_slots, spec.drafter, draft_tokens, draft_ahead, group))
 
     def worker_up(self, model: ModelName, incarnation: Incarnation, facts: ModelFacts) -> None:
@@ -65,7 +64,7 @@ class Listening:
         log().warning("worker lost", model=model, incarnation=incarnation, error=str(error), restarting=restarting)
         self.scheduler.offer(WorkerLost(model, incarnation, error, report, restarting))
         self.tidy_up()
-        self._watchers.publish(WorkerDied(model, report, restarting))
+        self._watchers.publish(WorkerDied(public_name(model), report, restarting))
 
     def model_removed(self, model: ModelName, error: TroupeError) -> None:
         self.scheduler.offer(ModelRemoved(model, error))
@@ -74,7 +73,7 @@ class Listening:
         self, model: ModelName, left: WorkerState | None, now: WorkerState, incarnation: Incarnation, pid: int | None
     ) -> None:
         previous: ModelState | None = left.value if left is not None else None
-        self._watchers.publish(ModelStateChanged(model, now.value, previous, incarnation, pid))
+        self._watchers.publish(ModelStateChanged(public_name(model), now.value, previous, incarnation, pid))
 
     def load_progress(self, model: ModelName, progress: Loading) -> None:
-        self._watchers.publish(LoadProgress(model, progress.stage, progress.done, progress.total))
+        self._watchers.publish(LoadProgress(public_name(model), progress.stage, progress.done, progress.total))

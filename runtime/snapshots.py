@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from runtime.actors.worker_actor import WorkerActor
+from runtime.config import ModelSpec
 from runtime.info import ModelInfo, WorkerStats
 
 
 def model_info(actor: WorkerActor) -> ModelInfo:
     facts, beat = actor.facts, actor.last_beat
     return ModelInfo(
-        name=actor.name,
+        name=actor.public_name,
         state=actor.state.value,
         pid=actor.pid,
         incarnation=actor.incarnation,
@@ -28,10 +31,17 @@ def model_info(actor: WorkerActor) -> ModelInfo:
     )
 
 
+def absent_info(spec: ModelSpec, state: Literal["registered", "unloaded"]) -> ModelInfo:
+    """Of a name that no worker runs for."""
+    nothing = dict.fromkeys(("kind", "model_type", "fingerprint", "context_length", "vocabulary_size"))
+    more = dict.fromkeys(("weights_bytes", "load_seconds", "blas", "facts"))
+    return ModelInfo(spec.name, state, None, 0, 0, str(spec.path), 0, **nothing, **more)
+
+
 def worker_stats(actor: WorkerActor) -> WorkerStats:
     beat = actor.last_beat
     return WorkerStats(
-        model=actor.name,
+        model=actor.public_name,
         state=actor.state.value,
         phase=beat.phase if beat is not None else None,
         steps=beat.step if beat is not None else 0,

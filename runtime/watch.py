@@ -62,7 +62,25 @@ class RequestEnded:
     state: Literal["finished", "cancelled", "failed"]
 
 
-WatchEvent = ModelStateChanged | LoadProgress | WorkerDied | RequestQueued | RequestEnded
+@dataclass(frozen=True, slots=True)
+class ModelEnded:
+    """Its workers end though the app did not unload it: nobody had used it for `ModelSpec.idle_unload_seconds` ("idle"), its memory
+    was needed ("evicted"), or other weights have its name and its last request is over ("swapped")."""
+
+    model: str
+    reason: Literal["idle", "evicted", "swapped"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSwapped:
+    """From now on new requests go to other weights. Fingerprints as in `Completion.fingerprint`; `previous` None: never ready."""
+
+    model: str
+    previous: str | None
+    fingerprint: str
+
+
+WatchEvent = ModelStateChanged | ModelEnded | ModelSwapped | LoadProgress | WorkerDied | RequestQueued | RequestEnded
 
 
 class Watch:

@@ -18,8 +18,8 @@ class Listener(Protocol):
     Called on the event loop's thread; never blocks and never raises.
     """
 
-    def model_added(self, model: ModelName, spec: ModelSpec) -> None:
-        """It is being loaded; requests for it may wait."""
+    def model_added(self, model: ModelName, spec: ModelSpec, group: ModelName) -> None:
+        """A worker of it is being loaded; requests for `group` may wait."""
         ...
 
     def worker_up(self, model: ModelName, incarnation: Incarnation, facts: ModelFacts) -> None: ...

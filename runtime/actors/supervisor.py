@@ -20,7 +20,7 @@ from runtime.config import ModelSpec, Settings
 from runtime.errors import ModelLoadFailed, ModelNotLoaded, RuntimeClosed, TroupeError
 from runtime.protocol.commands import AnyCommand, Load
 from runtime.protocol.events import ModelFacts, WorkerReport
-from runtime.protocol.ids import Incarnation, ModelName
+from runtime.protocol.ids import Incarnation, ModelName, public_name, worker_name
 
 
 def usable_cores() -> int:
@@ -30,9 +30,9 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def replica_names(spec: ModelSpec) -> list[ModelName]:
-    """The first has the model's own name."""
-    return [ModelName(spec.name if number == 1 else f"{spec.name}#{number}") for number in range(1, spec.replicas + 1)]
+def replica_names(spec: ModelSpec, generation: int = 1) -> list[ModelName]:
+    """Of all workers of one generation. The first of the first has the model's own name."""
+    return [worker_name(spec.name, number, generation) for number in range(1, spec.replicas + 1)]
 
 
 class Supervisor:
@@ -63,7 +63,16 @@ class Supervisor:
 
     # -- loading --------------------------------------------------------------------------------------------
 
-    async def load(self, spec: ModelSpec, load: Load) -> WorkerActor:
+    def start(self, spec: ModelSpec, load: Load, *, generation: int = 1, group: ModelName | None = None) -> list[WorkerActor]:
+        """All workers of the model, started unless they are there. From now on the scheduler takes requests for `group`, which is
+        the model's own name if it is None. `load` waits for them; who starts them sees to it that somebody does.
+
+        :raises ModelLoadFailed: another spec holds the name. :raises RuntimeClosed:
+        """
+        group = group or ModelName(spec.name)
+        return [self._find_or_start(name, spec, load, group) for name in replica_names(spec, generation)]
+
+    async def load(self, spec: ModelSpec, load: Load, *, generation: int = 1, group: ModelName | None = None) -> WorkerActor:
         """Give the ready worker of the model's first replica, starting all of them unless they are there. All who ask for one load
         share its processes and its end.
 
@@ -71,24 +80,22 @@ class Supervisor:
 
         :raises ModelLoadFailed: also when another spec holds the name. :raises ProtocolMismatch: :raises RuntimeClosed:
         """
-        names = replica_names(spec)
-        new = [name for name in names if name not in self._actors]
-        actors = [self._find_or_start(name, spec, load) for name in names]
+        return await self.ready(self.start(spec, load, generation=generation, group=group))
+
+    async def ready(self, actors: list[WorkerActor]) -> WorkerActor:
+        """As `load`, of those that were started."""
+        new = [actor for actor in actors if not actor.settled.is_set()]
         failed: list[WorkerActor] = []
-        async with anyio.create_task_group() as group:
+        async with anyio.create_task_group() as waiting:
             for actor in actors:
-                group.start_soon(self._await_ready, actor, failed, group.cancel_scope)
+                waiting.start_soon(self._await_ready, actor, new, failed)
         if failed:
             error = failed[0].error
             assert error is not None
-            for actor in actors:  # those that are ready are of no use without it
-                if actor.name in new and actor not in failed:
-                    self._forget(actor, error)
-                    actor.stop()
             raise error.fresh() from error.__cause__
         return actors[0]
 
-    def _find_or_start(self, name: ModelName, spec: ModelSpec, load: Load) -> WorkerActor:
+    def _find_or_start(self, name: ModelName, spec: ModelSpec, load: Load, group: ModelName) -> WorkerActor:
         if self._closing:
             raise RuntimeClosed
         actor = self._actors.get(name)
@@ -96,17 +103,20 @@ class Supervisor:
             self._forget(actor, ModelNotLoaded(name, "is being loaded anew"))
             actor = None
         if actor is not None and actor.spec != spec:
-            raise ModelLoadFailed(name, "is loaded with another spec; unload it first", reason="conflict")
-        return actor or self._start(name, spec, load)
+            raise ModelLoadFailed(spec.name, "is loaded with another spec; swap it, or unload it first", reason="conflict")
+        return actor or self._start(name, spec, load, group)
 
-    async def _await_ready(self, actor: WorkerActor, failed: list[WorkerActor], others: anyio.CancelScope) -> None:
+    async def _await_ready(self, actor: WorkerActor, new: list[WorkerActor], failed: list[WorkerActor]) -> None:
         if not actor.settled.is_set():
             await self._await_first_load(actor)
         if actor.facts is None:
             failed.append(actor)
-            others.cancel()
+            assert actor.error is not None
+            for other in new:  # of no use without it
+                if other is not actor:
+                    self.end(other, actor.error)
 
-    def _start(self, name: ModelName, spec: ModelSpec, load: Load) -> WorkerActor:
+    def _start(self, name: ModelName, spec: ModelSpec, load: Load, group: ModelName) -> WorkerActor:
         actor = WorkerActor(
             spec,
             name,
@@ -120,7 +130,7 @@ class Supervisor:
         )
         self._actors[actor.name] = actor
         self._waiting[actor] = 0
-        self._listener.model_added(actor.name, spec)
+        self._listener.model_added(actor.name, spec, group)
         self._group.start_soon(self._look_after, actor, name=f"worker of {name}")
         self._share_anew()
         return actor
@@ -147,7 +157,7 @@ class Supervisor:
 
     async def _abandon(self, actor: WorkerActor) -> None:
         """Nobody waits for this load any more."""
-        self._forget(actor, ModelNotLoaded(actor.name, "its load was cancelled"))
+        self._forget(actor, ModelNotLoaded(public_name(actor.name), "its load was cancelled"))
         actor.stop(at_once=True)
         with anyio.CancelScope(shield=True):
             await actor.over.wait()
@@ -155,7 +165,7 @@ class Supervisor:
     def _forget(self, actor: WorkerActor, error: TroupeError) -> None:
         if self._actors.get(actor.name) is actor:
             del self._actors[actor.name]
-            self._unloaded.add(actor.name)
+            self._unloaded.add(ModelName(actor.spec.name))
             if not actor.over.is_set():
                 self._ending.add(actor)
                 actor.error = error
@@ -176,12 +186,16 @@ class Supervisor:
                 error: TroupeError = ModelLoadFailed(name, "was unloaded while it was loading", reason="unloaded")
             else:
                 error = ModelNotLoaded(name, "was unloaded")
-            self._forget(actor, error)
-            actor.stop()
+            self.end(actor, error)
         if not replicas and name not in self._unloaded:
             raise ModelNotLoaded(name, "is not loaded")
         for ending in [ending for ending in self._ending if ending.spec.name == name]:
             await ending.over.wait()
+
+    def end(self, actor: WorkerActor, error: TroupeError) -> None:
+        """Begin to end one worker; its requests get `error`. `actor.over` is set when nothing of it is left. Idempotent."""
+        self._forget(actor, error)
+        actor.stop()
 
     async def close(self) -> None:
         """End all workers side by side; bounded by the ladder. From the first moment on nothing new is loaded."""
@@ -229,15 +243,15 @@ class Supervisor:
         """:raises ModelNotLoaded:"""
         actor = self._actors.get(name)
         if actor is None:
-            known = ", ".join(repr(str(other)) for other in self._actors) or "none"
-            raise ModelNotLoaded(name, f"is not loaded (loaded: {known})")
+            known = ", ".join(dict.fromkeys(repr(str(public_name(other))) for other in self._actors)) or "none"
+            raise ModelNotLoaded(public_name(name), f"is not loaded (loaded: {known})")
         return actor
 
     def facts(self, name: ModelName) -> ModelFacts:
         """:raises ModelNotLoaded: also while it is loading for the first time."""
         facts = self.find(name).facts
         if facts is None:
-            raise ModelNotLoaded(name, "is still loading")
+            raise ModelNotLoaded(public_name(name), "is still loading")
         return facts
 
     async def inspect(self, name: ModelName) -> WorkerReport:

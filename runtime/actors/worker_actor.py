@@ -29,7 +29,7 @@ from runtime.protocol.channel import HostChannel
 from runtime.protocol.commands import AnyCommand, Configure, Inspect, Load, Prepare, Prompt
 from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Loading, ModelFacts, Prepared, Ready, Refused, WorkerReport
 from runtime.protocol.ids import Incarnation as IncarnationNumber
-from runtime.protocol.ids import ModelName, RequestId
+from runtime.protocol.ids import ModelName, RequestId, public_name
 
 Launch = Callable[[ModelSpec, str, IncarnationNumber], Awaitable[tuple[Process, HostChannel]]]
 """(spec, key, incarnation) → a started process and its open channel. :raises OSError: the process cannot be started."""
@@ -69,6 +69,7 @@ class WorkerActor:
         self.spec = spec
         self.load = load
         self.name = name
+        self.public_name = public_name(name)
         self.facts: ModelFacts | None = None
         self.last_beat: Heartbeat | None = None
         self.num_restarts = 0
@@ -152,12 +153,12 @@ class WorkerActor:
     async def _ask(self, key: tuple[str, int], command: AnyCommand) -> AnyEvent:
         current = self._incarnation
         if current is None or not current.is_ready:
-            raise ModelUnavailable(self.name, f"is {self.state.value}, so no worker can answer now; try again")
+            raise ModelUnavailable(self.public_name, f"is {self.state.value}, so no worker can answer now; try again")
         question = self._questions[key] = _Question()
         current.send(command)
         await question.answered.wait()
         if question.answer is None:
-            raise ModelUnavailable(self.name, "its worker ended before it answered; try again")
+            raise ModelUnavailable(self.public_name, "its worker ended before it answered; try again")
         return question.answer
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -180,7 +181,7 @@ class WorkerActor:
             while await self._live_once():
                 pass
         finally:
-            self.error = self.error or ModelNotLoaded(self.name, "was unloaded")
+            self.error = self.error or ModelNotLoaded(self.public_name, "was unloaded")
             self.settled.set()
             self.over.set()
 
@@ -199,7 +200,7 @@ class WorkerActor:
                 why_not = f"its process cannot be started: {error}"
         if born is None:
             self._move(WorkerState.SPAWNED)
-            report = ExitReport(self.name, 0, self._number, None, None, "unborn", 0.0, "")
+            report = ExitReport(self.public_name, 0, self._number, None, None, "unborn", 0.0, "")
             return await self._bury(Ending("unborn", why_not, report))
         process, channel = born
         self._incarnation = Incarnation(self._number, process, channel, self, self._settings, self._clock)
@@ -224,18 +225,18 @@ class WorkerActor:
             self._move(WorkerState.STOPPED)
             return False
         if not self.settled.is_set():
-            self.error = load_error(self.name, ending)
+            self.error = load_error(self.public_name, ending)
             self._move(WorkerState.FAILED)
             self._listener.model_removed(self.name, self.error)
             return False
         wait = self._budget.died(self._clock()) if ending.may_be_repeated else None
         if wait is None:
-            self.error = last_error(self.name, ending)
+            self.error = last_error(self.public_name, ending)
             self._move(WorkerState.FAILED)
             self._listener.worker_lost(self.name, self._number, self.error, ending.report, False)
             return False
         self._move(WorkerState.BACKOFF)
-        self._listener.worker_lost(self.name, self._number, worker_error(self.name, ending), ending.report, True)
+        self._listener.worker_lost(self.name, self._number, worker_error(self.public_name, ending), ending.report, True)
         with anyio.move_on_after(wait):
             await self._stopping.wait()
             self._move(WorkerState.STOPPED)

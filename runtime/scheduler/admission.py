@@ -61,7 +61,7 @@ def refusal(book: Book, model: Model, tenant: Tenant, now: float) -> AdmissionEr
     # shut out all others. Shares add up to the limit, so the queue never holds more than twice as many.
     if excess >= limit and (excess >= 2 * limit or _num_waiting(model, tenant) + 1 > limit * _share(model, tenant)):
         return Overloaded(
-            f"model {model.name!r} has too many requests waiting",
+            f"model {model.group!r} has too many requests waiting",
             retry_after_seconds=retry_after_seconds(model, model.max_slots, now),
             depth=max(0, excess),
             limit=limit,

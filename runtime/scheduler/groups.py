@@ -2,7 +2,7 @@
 
 A group is all replicas of one model under the name that apps use; each replica is a `Model` with a worker, queues and slots of its
 own. A request waits at one of them, and moves only while no worker holds anything of it: when its replica's worker is lost, and
-when another replica is idle.
+when another replica is idle. Swapping a model exchanges two groups.
 """
 
 from __future__ import annotations
@@ -30,6 +30,35 @@ def choose(book: Book, group: ModelName, tenant: Tenant) -> Model | None:
 def _rank(model: Model, *, is_last: bool) -> tuple[bool, bool, float, bool, float]:
     load = (model.num_unstarted + len(model.returning) + len(model.sequences) + 1) / model.max_slots
     return (model.unavailable is not None, not model.can_work, max(0.0, load - 1.0), not is_last, load)
+
+
+# -- other weights under the same name ----------------------------------------------------------------------
+
+
+def exchange(book: Book, group: ModelName, other: ModelName) -> None:
+    """Each group gets the other's replicas; their requests stay where they are, and those of one group never move to the other."""
+    taken = {group: book.groups.pop(other, []), other: book.groups.pop(group, [])}
+    for name, members in taken.items():
+        if members:
+            book.groups[name] = members
+        for member in members:
+            book.models[member].group = name
+
+
+def choose_drafters(book: Book) -> list[ModelName]:
+    """Pairings whose drafting worker is not there, or not yet known, get the first replica of their drafter; gives those chosen.
+
+    A drafter that was swapped out drafts on until it is gone: what drafts can change no token.
+    """
+    chosen = []
+    for model in book.models.values():
+        pairing = model.pairing
+        if pairing is not None and not pairing.is_lookup and pairing.worker not in book.models:
+            candidates = book.groups.get(ModelName(pairing.drafter))
+            if candidates:
+                pairing.worker = candidates[0]
+                chosen.append(pairing.worker)
+    return chosen
 
 
 # -- a replica without a worker -----------------------------------------------------------------------------

@@ -83,8 +83,9 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class Pairing:
-    """drafter: a model's name, or `LOOKUP`. refused: why these two can never be paired; None when they can, or one of them has
-    not been loaded yet. ahead: whether to draft while the target verifies, None: where it promises a gain.
+    """drafter: a model's name, or `LOOKUP`. worker: its replica that drafts, None before there was one. refused: why these two can
+    never be paired; None when they can, or one of them has not been loaded yet. ahead: whether to draft while the target verifies,
+    None: where it promises a gain.
 
     members: by the target's sequence. guests: by the drafter's. rounds: under way, at most one of them verifying. last_end: of a
     round. turn, turn_seconds: what rounds of two lanes did since the controller was told. away_until: the drafter was late; it is
@@ -110,6 +111,7 @@ class Pairing:
     next_number: int = 1
     away_until: float | None = None
     num_late_together: int = 0
+    worker: ModelName | None = None
     usual_draft_seconds: float = 0.0
     wake_at: float | None = None
     draft_context: float = inf
@@ -125,7 +127,7 @@ class Pairing:
         return self.drafter == LOOKUP
 
     def drafts_with(self, model: ModelName) -> bool:
-        return self.drafter == model and not self.is_lookup
+        return self.worker == model and not self.is_lookup
 
     def number(self) -> int:
         """For the next order or round; they rise."""

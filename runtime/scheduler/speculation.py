@@ -58,14 +58,14 @@ def attach(book: Book, name: ModelName) -> None:
 
 def hindrance(book: Book, pairing: Pairing) -> str | None:
     """Why these two cannot work together, as far as an app can mend it."""
-    if not pairing.is_lookup and ModelName(pairing.drafter) not in book.models:
+    if not pairing.is_lookup and (pairing.worker is None or pairing.worker not in book.models):
         return f"its drafter {pairing.drafter!r} is not loaded"
     return pairing.refused
 
 
 def _drafter(book: Book, pairing: Pairing) -> Model | None:
     """Its model, when a worker serves it."""
-    model = None if pairing.is_lookup else book.models.get(ModelName(pairing.drafter))
+    model = None if pairing.is_lookup or pairing.worker is None else book.models.get(pairing.worker)
     return model if model is not None and model.can_work and model.facts is not None else None
 
 

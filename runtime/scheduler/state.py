@@ -10,7 +10,7 @@ from typing import assert_never
 
 from runtime.config import Settings
 from runtime.errors import DeadlineExceeded, InvalidRequest, ModelError, ModelNotLoaded, ModelUnavailable, TroupeError
-from runtime.protocol.ids import ModelName, RequestId
+from runtime.protocol.ids import ModelName, RequestId, public_name
 from runtime.scheduler import grants, groups, keeping, progress, replaying, room, speculation
 from runtime.scheduler.admission import refusal
 from runtime.scheduler.book import Book
@@ -24,6 +24,7 @@ from runtime.scheduler.stimuli import (
     Cancel,
     EraseTenant,
     FilesSeen,
+    GroupsExchanged,
     Instruction,
     MemorySet,
     ModelAdded,
@@ -118,6 +119,8 @@ class SchedulerState:
                 self._worker_lost(stimulus, now)
             case ModelRemoved(model=name, error=error):
                 self._model_removed(name, error, now)
+            case GroupsExchanged(group=group, other=other):
+                groups.exchange(book, group, other)
             case _:
                 assert_never(stimulus)
 
@@ -143,18 +146,18 @@ class SchedulerState:
         if request.id in book.requests:
             return InvalidRequest("id", f"request {request.id} exists already; take a new one")
         if model is None:
-            loaded = ", ".join(map(repr, book.groups)) or "none"
+            loaded = ", ".join(dict.fromkeys(repr(str(public_name(group))) for group in book.groups)) or "none"
             return ModelNotLoaded(request.model, f"is not loaded; loaded: {loaded}")
         if model.unavailable is not None:
             return model.unavailable.fresh()
         if request.speculate:
             if model.pairing is None:
                 return InvalidRequest(
-                    "speculate", f"got True, but model {model.name!r} has no drafter; load it with ModelSpec(drafter=…)"
+                    "speculate", f"got True, but model {model.group!r} has no drafter; load it with ModelSpec(drafter=…)"
                 )
             reason = speculation.hindrance(book, model.pairing)
             if reason is not None:
-                return InvalidRequest("speculate", f"got True, but model {model.name!r} cannot: {reason}")
+                return InvalidRequest("speculate", f"got True, but model {model.group!r} cannot: {reason}")
         return refusal(book, model, book.tenant(request.tenant), now)
 
     def _expire(self, now: float) -> None:
@@ -188,6 +191,7 @@ class SchedulerState:
                 model.pairing = Pairing(model.name, stimulus.drafter, controller, stimulus.draft_ahead)
         if model.unavailable is not None:
             model.unavailable, model.last_incarnation = None, 0  # a new supervisor may count from 1 again
+        groups.choose_drafters(self.book)
 
     def _worker_up(self, stimulus: WorkerUp, now: float) -> None:
         model = self.book.models.get(stimulus.model)
@@ -246,3 +250,5 @@ class SchedulerState:
         if not self.book.groups[model.group]:
             del self.book.groups[model.group]
         self.book.touched.pop(name, None)
+        for successor in groups.choose_drafters(self.book):
+            speculation.attach(self.book, successor)

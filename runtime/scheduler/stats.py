@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from runtime.prefix.plans import Entry
-from runtime.protocol.ids import TenantId
+from runtime.protocol.ids import TenantId, public_name
 from runtime.scheduler.admission import num_unstarted
 from runtime.scheduler.book import Book
 from runtime.scheduler.drafting import DraftStats
@@ -115,7 +115,11 @@ class SchedulerStats:
 
 
 def snapshot(book: Book) -> SchedulerStats:
-    models: dict[str, ModelStats] = {name: _model_stats(book, model) for name, model in book.models.items()}
+    models: dict[str, ModelStats] = {}
+    for model in book.models.values():
+        name = public_name(model.name)
+        one = _model_stats(book, model)
+        models[name] = _sum(models[name], one) if name in models else one
     files: dict[TenantId | None, list[Entry]] = {}
     for entry in book.prefixes.index.entries():
         files.setdefault(entry.tenant, []).append(entry)
@@ -150,7 +154,7 @@ def _pairing_stats(book: Book, pairing: Pairing) -> PairingStats:
     elif pairing.away_until is not None:
         state = "away"
     return PairingStats(
-        target=pairing.target,
+        target=public_name(pairing.target),
         drafter=pairing.drafter,
         state=state,
         reason=hindrance(book, pairing),
@@ -183,6 +187,11 @@ def _prefix_stats(counts: list[Counts], entries: list[Entry]) -> PrefixStats:
         num_files=len(entries),
         file_bytes=sum(entry.num_bytes for entry in entries),
     )
+
+
+def _sum(one: ModelStats, other: ModelStats) -> ModelStats:
+    """Of a model that is being swapped: of its old and its new workers."""
+    return ModelStats(*(getattr(one, part.name) + getattr(other, part.name) for part in fields(ModelStats)))
 
 
 def _model_stats(book: Book, model: Model) -> ModelStats:

@@ -113,6 +113,14 @@ class ModelRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsExchanged:
+    """They exchange their replicas: new requests for `group` go to those that `other` had. Requests stay where they are."""
+
+    group: ModelName
+    other: ModelName
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSaid:
     """One event of a ready worker. Events of another than the current incarnation are ignored."""
 
@@ -168,6 +176,7 @@ Stimulus = (
     | MemorySet
     | WorkerLost
     | ModelRemoved
+    | GroupsExchanged
     | WorkerSaid
     | ReleasePrefix
     | FilesSeen

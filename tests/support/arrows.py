@@ -32,8 +32,11 @@ ALLOWED: dict[str, str] = {
     "allowance": f"{LOW} prefix",
     "librarian": f"{LOW} prefix scheduler.ports scheduler.stimuli",
     "listening": f"{LOW} actors info scheduler watch",
+    "names": f"{LOW} actors",
+    "residency": f"{LOW} actors names scheduler.ports scheduler.stimuli watch",
     "snapshots": f"{LOW} actors info",
-    "host": f"{LOW} actors allowance client desk info librarian listening locate options prefix scheduler snapshots store watch",
+    "host": f"{LOW} actors allowance client desk info librarian listening locate options prefix residency scheduler snapshots "
+    "store watch",
     "testing": f"{LOW} engine.fake_draw engine.fake_text worker.fallback",
     "__init__": f"{LOW} client completion handle host info options prefill_options scheduler watch",
     # fetched models

@@ -141,7 +141,7 @@ class RecordingListener:
     moves: list[WorkerState] = field(default_factory=list)
     progress: list[Loading] = field(default_factory=list)
 
-    def model_added(self, model: ModelName, spec: ModelSpec) -> None:
+    def model_added(self, model: ModelName, spec: ModelSpec, group: ModelName) -> None:
         self.added.append(model)
 
     def worker_up(self, model: ModelName, incarnation: Incarnation, facts: ModelFacts) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.errors import ModelNotLoaded, ModelUnavailable
 from runtime.protocol.ids import Incarnation, ModelName, RequestId
 from runtime.scheduler.request import RequestState
-from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, WorkerUp
+from runtime.scheduler.stimuli import GroupsExchanged, ModelAdded, ModelRemoved, WorkerUp
 from tests.unit.scheduler.house import MODEL, House, facts
 
 TWO = ModelName("m#2")
@@ -174,3 +174,52 @@ def test_however_replicas_come_and_go_no_request_is_lost(seed: int) -> None:
         if request not in house.outcomes:
             tokens = house.tokens(request)
             assert tokens == list(range(3, 3 + len(tokens)))
+
+
+# -- other weights under the same name ----------------------------------------------------------------------
+
+NEXT = ModelName("m#1.2")
+
+
+def a_swap() -> House:
+    house = House()
+    for name in (MODEL, NEXT):
+        house.do(ModelAdded(name, 2, group=name))
+        house.do(WorkerUp(name, Incarnation(1), facts()))
+    return house
+
+
+def test_after_an_exchange_new_requests_go_to_the_other_and_old_ones_stay() -> None:
+    house = a_swap()
+    old = [house.submit(f"{number}") for number in range(4)]
+    house.do(GroupsExchanged(MODEL, NEXT))
+    new = [house.submit(f"{number}") for number in range(4)]
+    assert homes(house, [*old, *new]) == [MODEL] * 4 + [NEXT] * 4
+    house.state.validate()
+
+
+def test_requests_of_the_old_weights_never_move_to_the_new() -> None:
+    house = a_swap()
+    old = house.submit()
+    house.do(GroupsExchanged(MODEL, NEXT))
+    house.lose(MODEL)
+    assert homes(house, [old]) == [MODEL]
+    house.do(ModelRemoved(MODEL, ModelNotLoaded(MODEL, "was swapped")))
+    assert house.state.book.groups == {MODEL: [NEXT]}
+    house.state.validate()
+
+
+def test_exchanging_twice_changes_nothing() -> None:
+    house = a_swap()
+    for _ in range(2):
+        house.do(GroupsExchanged(MODEL, NEXT))
+    assert homes(house, [house.submit()]) == [MODEL]
+    house.state.validate()
+
+
+def test_an_exchange_with_nothing_leaves_no_empty_group() -> None:
+    house = a_swap()
+    house.do(ModelRemoved(NEXT, ModelNotLoaded(NEXT, "was unloaded")))
+    house.do(GroupsExchanged(ModelName("else"), NEXT))
+    assert house.state.book.groups == {MODEL: [MODEL]}
+    house.state.validate()
