@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         FetchFailed,
         GenerationFailed,
         InvalidRequest,
+        MemoryShort,
         ModelError,
         ModelLoadFailed,
         ModelNotLoaded,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from runtime.handle import PrefixHandle
     from runtime.host import Runtime
     from runtime.info import Erasure, ModelInfo, ModelState, RuntimeStats, WorkerStats
+    from runtime.memory.keeper import MemoryStats, ModelMemory
+    from runtime.memory.plan import ModelPlan, Plan
     from runtime.options import GenerateOptions, PromptOptions
     from runtime.prefill_options import PrefillOptions
     from runtime.protocol.events import Capabilities, ModelFacts, PrefixFacts, TokenLogprob, WorkerReport
@@ -75,6 +78,12 @@ _HOMES = {
         "FetchFailed",
         "GenerationFailed",
         "InvalidRequest",
+        "MemoryShort",
+        "MemoryStats",
+        "ModelMemory",
+        "ModelPlan",
+        "Plan",
+        "MemoryShort",
         "ModelError",
         "ModelLoadFailed",
         "ModelNotLoaded",
@@ -92,6 +101,8 @@ _HOMES = {
     ),
     "handle": ("PrefixHandle",),
     "host": ("Runtime",),
+    "memory.keeper": ("MemoryStats", "ModelMemory"),
+    "memory.plan": ("ModelPlan", "Plan"),
     "info": ("Erasure", "ModelInfo", "ModelState", "RuntimeStats", "WorkerStats"),
     "options": ("GenerateOptions", "PromptOptions"),
     "prefill_options": ("PrefillOptions",),
@@ -129,12 +140,16 @@ __all__ = [
     "GenerationFailed",
     "InvalidRequest",
     "LoadProgress",
+    "MemoryShort",
+    "MemoryStats",
     "ModelEnded",
     "ModelError",
     "ModelFacts",
     "ModelInfo",
     "ModelLoadFailed",
+    "ModelMemory",
     "ModelNotLoaded",
+    "ModelPlan",
     "ModelSpec",
     "ModelState",
     "ModelStateChanged",
@@ -143,6 +158,7 @@ __all__ = [
     "ModelUnavailable",
     "Overloaded",
     "PairingStats",
+    "Plan",
     "PrefillOptions",
     "PrefixFacts",
     "PrefixHandle",

@@ -36,8 +36,8 @@ def prefix_root(settings: Settings) -> Path | None:
 
 
 def settled(settings: Settings, root: Path | None) -> Settings:
-    """With numbers for what was None: a sixteenth of the memory, a tenth of what is free on the root's disk but at most 32 GiB.
-    And with the device lease that this system gets by itself.
+    """With numbers for what was None: three quarters of the memory for everything and a sixteenth of it for prefixes, a tenth
+    of what is free on the root's disk but at most 32 GiB. And with the device lease that this system gets by itself.
 
     Looks at the disk, so it may block: for a thread. Without a root no files are written or read.
     """
@@ -48,8 +48,12 @@ def settled(settings: Settings, root: Path | None) -> Settings:
         disk_bytes = 0
     elif disk_bytes is None:
         disk_bytes = min(MAX_DISK_BYTES, free_bytes(root) // _DISK_PART)
+    budget_bytes = settings.memory_budget_bytes
+    if budget_bytes is None:
+        budget_bytes = physical_memory_bytes() * 3 // 4
     return msgspec.structs.replace(
         settings,
+        memory_budget_bytes=budget_bytes,
         prefix_memory_bytes=memory_bytes,
         prefix_disk_bytes=disk_bytes,
         device_lease=num_device_slots(settings.device_lease, sys.platform),

@@ -79,6 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stream_window_tokens: how far a sequence may run ahead of what its client has read.
     prefill_chunk_tokens: tokens in one prefill step, over all rows. prefill_batch_tokens: padded tokens in one prefill batch.
     max_queued: requests waiting for one model, over all tenants.
+    memory_budget_bytes: for all workers together: weights, caches, prefixes; None is three quarters of the machine's memory. A load
+    that does not fit has idle models evicted, waits at most memory_wait_seconds for busy ones, and is refused with `MemoryShort`.
     device_lease: how many workers may be inside a step on the device at once; None is no bound, "auto" is 1 on macOS and None
     elsewhere.
     prefix_memory_bytes: for prefixes kept in the workers' memory, divided among the loaded models; None is a sixteenth of the
@@ -99,6 +101,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prefill_batch_tokens: int = 4096
     max_queued: int = 1024
     device_lease: int | Literal["auto"] | None = "auto"
+    memory_budget_bytes: int | None = None
+    memory_wait_seconds: float = 30.0
     prefix_memory_bytes: int | None = None
     prefix_disk_bytes: int | None = None
     prefix_free_bytes: int = 1 << 30
@@ -123,6 +127,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("prefix_memory_bytes", "prefix_disk_bytes"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), 0, 1 << 50)
+        if self.memory_budget_bytes is not None:
+            _count("memory_budget_bytes", self.memory_budget_bytes, 1 << 20, 1 << 50)
+        _real("memory_wait_seconds", self.memory_wait_seconds, 0, MAX_SECONDS, f"seconds from 0 to {MAX_SECONDS:g}")
         _count("prefix_free_bytes", self.prefix_free_bytes, 0, 1 << 50)
 
     def home_directory(self) -> Path:

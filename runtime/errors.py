@@ -8,7 +8,8 @@
     │   └── GenerationFailed    this sequence could not go on (for instance non-finite logits)
     ├── AdmissionError          not now; carries retry_after_seconds
     │   ├── Overloaded          the model's queue is full
-    │   └── TenantLimitReached  this tenant's queue is full
+    │   ├── TenantLimitReached  this tenant's queue is full
+    │   └── MemoryShort         the model does not fit beside the others (says what would help)
     ├── ModelError
     │   ├── ModelNotLoaded      no model of that name is loaded
     │   ├── ModelLoadFailed     the checkpoint or the load is at fault (says what is wrong)
@@ -148,6 +149,28 @@ class Overloaded(AdmissionError):
 
 class TenantLimitReached(AdmissionError):
     code = "tenant_limit_reached"
+
+
+class MemoryShort(AdmissionError):
+    """A model does not fit into the memory budget now. Trying again after `retry_after_seconds` is reasonable where the remedy says
+    that somebody may go."""
+
+    code = "memory_short"
+
+    def __init__(
+        self, model: str, *, needed_bytes: int, free_bytes: int, budget_bytes: int, remedy: str, retry_after_seconds: float
+    ) -> None:
+        TroupeError.__init__(
+            self,
+            f"model {model!r} needs {needed_bytes >> 20} MiB to load, {max(0, free_bytes) >> 20} of {budget_bytes >> 20} MiB "
+            f"(memory_budget_bytes) are free; {remedy}",
+        )
+        self.depth = self.limit = 0
+        self.model = model
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.budget_bytes = budget_bytes
+        self.retry_after_seconds = retry_after_seconds
 
 
 class ModelError(TroupeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, Unpack
@@ -25,6 +26,8 @@ from runtime.info import Erasure, ModelInfo, RuntimeStats
 from runtime.librarian import Librarian
 from runtime.listening import Listening, log
 from runtime.locate import Location, locate
+from runtime.memory.keeper import Keeper
+from runtime.memory.plan import Plan
 from runtime.options import PromptOptions, validate_prompt
 from runtime.prefix.keys import Keyring
 from runtime.protocol.commands import DeviceLease, Load
@@ -32,7 +35,7 @@ from runtime.protocol.events import Capabilities, Refused, WorkerReport
 from runtime.protocol.ids import ModelName, TenantId
 from runtime.residency import Residency
 from runtime.scheduler.scheduler import Scheduler
-from runtime.scheduler.stimuli import Stimulus, TenantSet
+from runtime.scheduler.stimuli import MemorySet, Stimulus, TenantSet
 from runtime.snapshots import absent_info, model_info, worker_stats
 from runtime.watch import Watch, WatchHub
 
@@ -59,6 +62,7 @@ class Runtime:
         self._group: TaskGroup
         self._directory: RunDirectory
         self._scheduler: Scheduler
+        self._memory: Keeper
         self._supervisor: Supervisor
         self._librarian: Librarian
         self._residency: Residency
@@ -78,7 +82,8 @@ class Runtime:
         await self._group.__aenter__()
         listening = Listening(self._watchers)
         launch = Launcher(self._group, self._directory.path, self.settings)
-        self._supervisor = Supervisor(self._group, launch, listening, self.settings)
+        self._memory = Keeper(self.settings, self._set_tokens)
+        self._supervisor = Supervisor(self._group, launch, listening, self.settings, self._memory)
         keyring = self._open_library(root)
         listening.tidy_up = self._librarian.worker_died
         self._scheduler = listening.scheduler = Scheduler(self._supervisor, self.settings, files=self._librarian)
@@ -87,7 +92,9 @@ class Runtime:
         self._timer_stopped = anyio.Event()
         self._group.start_soon(self._run_timer, name="scheduler timer")
         self._group.start_soon(self._librarian.run, name="librarian")
+        self._memory.make_room = self._residency.make_room
         self._group.start_soon(self._residency.run, name="idle models")
+        self._group.start_soon(self._memory.run, name="memory")
         self._phase = "open"
         return self
 
@@ -113,6 +120,9 @@ class Runtime:
         assert isinstance(num_slots, int)  # since the Runtime is open
         # A holder that hangs is ended within its silence, and its slot is free: whoever waits longer waits for what should not be.
         return DeviceLease(str(self._directory.path / "device"), num_slots, SILENCES_OF_PATIENCE * self.settings.silence_seconds)
+
+    def _set_tokens(self, worker: ModelName, max_tokens: int | None) -> None:
+        self._scheduler.offer(MemorySet(worker, max_tokens))
 
     def _offer(self, stimulus: Stimulus) -> None:
         self._scheduler.offer(stimulus)
@@ -304,7 +314,18 @@ class Runtime:
 
     def stats(self) -> RuntimeStats:
         self._require_open()
-        return RuntimeStats(self._scheduler.stats(), tuple(worker_stats(actor) for actor in self._supervisor.actors()))
+        workers = tuple(worker_stats(actor) for actor in self._supervisor.actors())
+        return RuntimeStats(self._scheduler.stats(), workers, self._memory.stats())
+
+    async def plan(self, specs: Sequence[ModelSpec]) -> Plan:
+        """Will these models fit into the memory budget together? Answered by their files; nothing is loaded, and what is loaded now
+        does not count.
+
+        :raises InvalidRequest: no ModelSpecs. :raises ModelLoadFailed: a path leads nowhere.
+        """
+        for spec in specs:
+            self._require_spec(spec)
+        return await self._memory.plan([(spec, self._load_command(spec)) for spec in specs])
 
     def watch(self) -> Watch:
         """`async with rt.watch() as events: async for event in events: …`; ends when the Runtime closes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.memory.keeper import MemoryStats
 from runtime.protocol.events import ModelFacts, Phase
 from runtime.scheduler.stats import SchedulerStats
 
@@ -64,10 +65,11 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeStats:
-    """`scheduler`: queues and running requests by model and tenant, and what shared prefixes gave."""
+    """`scheduler`: queues and running requests by model and tenant, and what shared prefixes gave. `memory`: who has how much."""
 
     scheduler: SchedulerStats
     workers: tuple[WorkerStats, ...]
+    memory: MemoryStats
 
 
 @dataclass(frozen=True, slots=True)

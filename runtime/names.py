@@ -117,16 +117,10 @@ class Names:
         targets = self.targets(known)
         return Resident(
             known.name,
-            sum(_footprint(actor) for actor in self.actors(known)),
+            sum(actor.reserved_bytes for actor in self.actors(known)),
             max(one.rested_at for one in (known, *targets)),
             is_busy=self.is_busy(known),
             is_pinned=known.spec.pin,
             is_drafter=bool(targets),
             idle_unload_seconds=known.spec.idle_unload_seconds,
         )
-
-
-def _footprint(actor: WorkerActor) -> int:
-    """What its process takes: by its last heartbeat, or the weights alone before the first."""
-    resident = actor.last_beat.resident_bytes if actor.last_beat is not None else 0
-    return max(resident, actor.facts.weights_bytes if actor.facts is not None else 0)

@@ -9,7 +9,7 @@ from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.commands import Load
 from runtime.protocol.events import AnyEvent, Heartbeat, Loading, ModelFacts, Ready
-from runtime.protocol.ids import Incarnation, ModelName
+from runtime.protocol.ids import Holder, Incarnation, ModelName
 
 
 class Listener(Protocol):
@@ -43,6 +43,24 @@ class Listener(Protocol):
     ) -> None: ...
 
     def load_progress(self, model: ModelName, progress: Loading) -> None: ...
+
+
+class MemoryPort(Protocol):
+    """Who owns the machine's bytes. Called on the event loop's thread."""
+
+    async def admit(self, holder: Holder, spec: ModelSpec, load: Load) -> TroupeError | None:
+        """Room for it, or why there is none. Being cancelled leaves nothing reserved that `released` does not give back."""
+        ...
+
+    def loaded(self, holder: Holder, spec: ModelSpec, facts: ModelFacts) -> None: ...
+
+    def beat(self, holder: Holder, beat: Heartbeat) -> None: ...
+
+    def released(self, holder: Holder) -> None:
+        """Nothing of its process is left."""
+        ...
+
+    def reserved(self, holder: Holder) -> int: ...
 
 
 class Process(Protocol):

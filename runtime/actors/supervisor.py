@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from runtime.actors.lifecycle import WorkerState
-from runtime.actors.roles import Listener
+from runtime.actors.roles import Listener, MemoryPort
 from runtime.actors.worker_actor import Launch, Share, WorkerActor
 from runtime.config import ModelSpec, Settings
 from runtime.errors import ModelLoadFailed, ModelNotLoaded, RuntimeClosed, TroupeError
@@ -44,6 +44,7 @@ class Supervisor:
         launch: Launch,
         listener: Listener,
         settings: Settings,
+        memory: MemoryPort,
         *,
         clock: Callable[[], float] = time.monotonic,
         num_cores: int | None = None,
@@ -52,6 +53,7 @@ class Supervisor:
         self._launch = launch
         self._listener = listener
         self._settings = settings
+        self._memory = memory
         self._clock = clock
         self._num_cores = num_cores or usable_cores()
         self._actors: dict[ModelName, WorkerActor] = {}
@@ -126,6 +128,7 @@ class Supervisor:
             listener=self._listener,
             settings=self._settings,
             share=self._share,
+            memory=self._memory,
             clock=self._clock,
         )
         self._actors[actor.name] = actor

@@ -17,7 +17,7 @@ from runtime.actors.endings import Ending, last_error, load_error, worker_error
 from runtime.actors.health import RestartBudget
 from runtime.actors.incarnation import Incarnation
 from runtime.actors.lifecycle import Lifecycle, WorkerState
-from runtime.actors.roles import Listener, Process
+from runtime.actors.roles import Listener, MemoryPort, Process
 from runtime.config import ModelSpec, Settings
 from runtime.errors import (
     ExitReport,
@@ -28,8 +28,8 @@ from runtime.errors import (
 from runtime.protocol.channel import HostChannel
 from runtime.protocol.commands import AnyCommand, Configure, Inspect, Load, Prepare, Prompt
 from runtime.protocol.events import AnyEvent, Heartbeat, Inspected, Loading, ModelFacts, Prepared, Ready, Refused, WorkerReport
+from runtime.protocol.ids import Holder, ModelName, RequestId, public_name
 from runtime.protocol.ids import Incarnation as IncarnationNumber
-from runtime.protocol.ids import ModelName, RequestId, public_name
 
 Launch = Callable[[ModelSpec, str, IncarnationNumber], Awaitable[tuple[Process, HostChannel]]]
 """(spec, key, incarnation) → a started process and its open channel. :raises OSError: the process cannot be started."""
@@ -64,6 +64,7 @@ class WorkerActor:
         listener: Listener,
         settings: Settings,
         share: Callable[[ModelSpec], Share],
+        memory: MemoryPort,
         clock: Callable[[], float],
     ) -> None:
         self.spec = spec
@@ -78,6 +79,8 @@ class WorkerActor:
         """The first load succeeded (`facts`) or the actor is over (`error`)."""
         self.over = anyio.Event()
         self._serial = serial
+        self._holder = Holder(name, serial)
+        self._memory = memory
         self._launch = launch
         self._listener = listener
         self._settings = settings
@@ -104,6 +107,11 @@ class WorkerActor:
     @property
     def pid(self) -> int | None:
         return self._incarnation.process.pid if self._incarnation is not None else None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of the machine's memory, for this worker."""
+        return self._memory.reserved(self._holder)
 
     @property
     def incarnation(self) -> IncarnationNumber:
@@ -178,12 +186,27 @@ class WorkerActor:
 
     async def run(self) -> None:
         try:
-            while await self._live_once():
-                pass
+            if await self._is_admitted():
+                while await self._live_once():
+                    pass
         finally:
+            self._memory.released(self._holder)
             self.error = self.error or ModelNotLoaded(self.public_name, "was unloaded")
             self.settled.set()
             self.over.set()
+
+    async def _is_admitted(self) -> bool:
+        """Whether there is memory for it; its bytes stay reserved over all its incarnations."""
+        error = None
+        with self._launching:
+            error = await self._memory.admit(self._holder, self.spec, self.load)
+        if error is None or self.is_stopping:
+            return True
+        self.error = error
+        for state in (WorkerState.SPAWNED, WorkerState.DEAD, WorkerState.FAILED):
+            self._move(state)
+        self._listener.model_removed(self.name, error)
+        return False
 
     async def _live_once(self) -> bool:
         """One incarnation, and the wait before the next. False: there is no next."""
@@ -270,6 +293,7 @@ class WorkerActor:
 
     def ready(self, event: Ready) -> None:
         self.facts = event.facts
+        self._memory.loaded(self._holder, self.spec, event.facts)
         self._move(WorkerState.READY)
         self.configure()
         self._listener.worker_up(self.name, self._number, event.facts)
@@ -285,6 +309,7 @@ class WorkerActor:
 
     def beat(self, event: Heartbeat) -> None:
         self.last_beat = event
+        self._memory.beat(self._holder, event)
 
 
 def _question_key(event: AnyEvent) -> tuple[str, int]:

@@ -47,8 +47,9 @@ class FakeScript(Wire):
 
     `reply`: instead of hashed tokens, every sequence says this text (UTF-8 bytes, one token each) and ends.
     `eos_one_in`: a hashed token is the end token once in so many (0: never). `disagrees_one_in`: once in so many a hashed token
-    is another than engines without it draw (1: always, 0: never). `vocabulary`: digest of its vocabulary. `trace`: a file to which
-    every step appends a line when it begins to compute and one when it has ended (`fake_trace.py`).
+    is another than engines without it draw (1: always, 0: never). `vocabulary`: digest of its vocabulary. `weight_bytes`: that
+    it says its weights have. `trace`: a file to which every step appends a line when it begins to compute and one when it has
+    ended (`fake_trace.py`).
     """
 
     context_length: int = 4096
@@ -60,6 +61,7 @@ class FakeScript(Wire):
     reply: str | None = None
     chat_template: bool = True
     disagrees_one_in: int = 0
+    weight_bytes: int = 0
     vocabulary: str = "fake-bytes"
     faults: tuple[Fault, ...] = ()
     trace: str | None = None

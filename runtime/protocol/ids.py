@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NewType
+from typing import NamedTuple, NewType
 
 ModelName = NewType("ModelName", str)
 TenantId = NewType("TenantId", str)
@@ -31,3 +31,10 @@ def public_name(worker: str) -> ModelName:
     """What apps are shown: the worker's name without its generation, so that a swap changes no name."""
     found = _WORKER_NAME.search(worker)
     return worker_name(worker[: found.start()], int(found[1]), 1) if found else ModelName(worker)
+
+
+class Holder(NamedTuple):
+    """One worker over all its incarnations, apart from an earlier one of the same name that is just ending."""
+
+    model: ModelName
+    serial: int

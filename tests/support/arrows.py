@@ -17,13 +17,14 @@ ALLOWED: dict[str, str] = {
     "scheduler": f"{LOW} prefix",
     "actors": LOW,
     "engine": LOW,
+    "memory": LOW,
     "worker": f"{LOW} prefix engine",
     # the host side: what an app holds
     "options": f"{LOW} prompts",
     "prompts": LOW,
     "prefill_options": f"{LOW} handle options prompts",
     "handle": f"{LOW} scheduler",
-    "info": f"{LOW} scheduler",
+    "info": f"{LOW} memory scheduler",
     "completion": f"{LOW} scheduler",
     "watch": f"{LOW} info",
     "client": f"{LOW} completion handle options prefill_options scheduler",
@@ -35,10 +36,10 @@ ALLOWED: dict[str, str] = {
     "names": f"{LOW} actors",
     "residency": f"{LOW} actors names scheduler.ports scheduler.stimuli watch",
     "snapshots": f"{LOW} actors info",
-    "host": f"{LOW} actors allowance client desk info librarian listening locate options prefix residency scheduler snapshots "
-    "store watch",
+    "host": f"{LOW} actors allowance client desk info librarian listening locate memory options prefix residency scheduler "
+    "snapshots store watch",
     "testing": f"{LOW} engine.fake_draw engine.fake_text worker.fallback",
-    "__init__": f"{LOW} client completion handle host info options prefill_options scheduler watch",
+    "__init__": f"{LOW} client completion handle host info memory options prefill_options scheduler watch",
     # fetched models
     "catalog": "",
     "children": "",

@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
+import anyio.lowlevel
 
 from runtime.actors.lifecycle import WorkerState
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.channel import HostChannel, WorkerChannel
-from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Shutdown
-from runtime.protocol.events import AnyEvent, Capabilities, Hello, Loading, ModelFacts, Ready
-from runtime.protocol.ids import Incarnation, ModelName
+from runtime.protocol.commands import PROTOCOL_VERSION, AnyCommand, Load, Shutdown
+from runtime.protocol.events import AnyEvent, Capabilities, Heartbeat, Hello, Loading, ModelFacts, Ready
+from runtime.protocol.ids import Holder, Incarnation, ModelName
 from tests.support.waiting import until
 
 FACTS = ModelFacts(
@@ -165,3 +166,31 @@ class RecordingListener:
 
     def load_progress(self, model: ModelName, progress: Loading) -> None:
         self.progress.append(progress)
+
+
+class PlentyOfMemory:
+    """A `MemoryPort` that has room for everybody, but for those in `refused`. `held`: who has not been given back."""
+
+    def __init__(self) -> None:
+        self.held: set[Holder] = set()
+        self.refused: dict[ModelName, TroupeError] = {}
+        self.footprints: dict[Holder, int] = {}
+
+    async def admit(self, holder: Holder, spec: ModelSpec, load: Load) -> TroupeError | None:
+        await anyio.lowlevel.checkpoint()
+        if holder.model in self.refused:
+            return self.refused[holder.model]
+        self.held.add(holder)
+        return None
+
+    def loaded(self, holder: Holder, spec: ModelSpec, facts: ModelFacts) -> None:
+        assert holder in self.held
+
+    def beat(self, holder: Holder, beat: Heartbeat) -> None:
+        self.footprints[holder] = beat.resident_bytes
+
+    def released(self, holder: Holder) -> None:
+        self.held.discard(holder)
+
+    def reserved(self, holder: Holder) -> int:
+        return 1 if holder in self.held else 0

@@ -29,7 +29,7 @@ from runtime.errors import (
 from runtime.protocol.commands import PROTOCOL_VERSION, Configure, FakeScript, Inspect, Load, Prepare, Release, TextPrompt
 from runtime.protocol.events import Failed, Heartbeat, Hello, Inspected, Loading, Ready, Released, StepDone, WorkerReport
 from runtime.protocol.ids import Incarnation, ModelName, RequestId, SequenceId
-from tests.support.scripted import FACTS, RecordingListener, ScriptedLaunch, ScriptedProcess
+from tests.support.scripted import FACTS, PlentyOfMemory, RecordingListener, ScriptedLaunch, ScriptedProcess
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -47,8 +47,9 @@ class House:
     def __init__(self, group: anyio.abc.TaskGroup, directory: Path, settings: Settings, num_cores: int) -> None:
         self.launch = ScriptedLaunch(directory)
         self.heard = RecordingListener()
+        self.memory = PlentyOfMemory()
         self.group = group
-        self.supervisor = Supervisor(group, self.launch, self.heard, settings, num_cores=num_cores)
+        self.supervisor = Supervisor(group, self.launch, self.heard, settings, self.memory, num_cores=num_cores)
         self.results: list[WorkerActor | BaseException] = []
 
     def start_loading(self, spec: ModelSpec = SPEC) -> anyio.CancelScope:
@@ -327,7 +328,7 @@ async def test_what_came_while_the_hosts_own_loop_was_blocked_is_taken_in_before
     async with anyio.create_task_group() as group:
         launch, heard = ScriptedLaunch(directory), RecordingListener()
         settings = Settings(silence_seconds=5.0, connect_seconds=FAR, load_seconds=FAR, grace_seconds=1.0)
-        supervisor = Supervisor(group, launch, heard, settings, clock=clock)
+        supervisor = Supervisor(group, launch, heard, settings, PlentyOfMemory(), clock=clock)
         group.start_soon(supervisor.load, SPEC, LOAD)
         process = await launch.process(1)
         process.become_ready()
