@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         Watch,
         WatchEvent,
         WorkerDied,
+        WorkerHealthChanged,
     )
 
 _HOMES = {
@@ -120,6 +121,7 @@ _HOMES = {
         "Watch",
         "WatchEvent",
         "WorkerDied",
+        "WorkerHealthChanged",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -190,6 +192,7 @@ __all__ = [
     "WorkerCrashed",
     "WorkerDied",
     "WorkerError",
+    "WorkerHealthChanged",
     "WorkerReport",
     "WorkerStats",
     "WorkerUnresponsive",

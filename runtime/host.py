@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import anyio
 import anyio.lowlevel
@@ -81,6 +82,8 @@ class Runtime:
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
         listening = Listening(self._watchers)
+        listening.reports = self.settings.home_directory() / "reports"
+        listening.house = self._house
         launch = Launcher(self._group, self._directory.path, self.settings)
         self._memory = Keeper(self.settings, self._set_tokens)
         self._supervisor = Supervisor(self._group, launch, listening, self.settings, self._memory)
@@ -120,6 +123,14 @@ class Runtime:
         assert isinstance(num_slots, int)  # since the Runtime is open
         # A holder that hangs is ended within its silence, and its slot is free: whoever waits longer waits for what should not be.
         return DeviceLease(str(self._directory.path / "device"), num_slots, SILENCES_OF_PATIENCE * self.settings.silence_seconds)
+
+    def _house(self) -> dict[str, Any]:
+        """What a report of a stall says of everything else: counts and states, nobody's words."""
+        return {
+            "workers": [asdict(worker_stats(actor)) for actor in self._supervisor.actors()],
+            "queues": {name: asdict(model) for name, model in self._scheduler.stats().models.items()},
+            "memory": asdict(self._memory.stats()),
+        }
 
     def _set_tokens(self, worker: ModelName, max_tokens: int | None) -> None:
         self._scheduler.offer(MemorySet(worker, max_tokens))

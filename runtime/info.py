@@ -15,6 +15,9 @@ ModelState = Literal[
 """The states of a worker (see `runtime.actors.lifecycle`), and of a name without any: never loaded yet, or not now."""
 
 
+Health = Literal["idle", "busy", "stuck", "gone", "asleep"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """One loaded model, or one of its replicas, the second of which is named "name#2"; or a known name that no worker runs for.
@@ -46,7 +49,8 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker by its last heartbeat. malformed_frames: messages from it that were none, over all its incarnations.
+    """One worker by its last heartbeat. health: stuck is past what it promised and being ended, gone has no process now.
+    malformed_frames: messages from it that were none, over all its incarnations.
 
     num_device_waits: turns on the device that it had to wait for (`Settings.device_lease`); device_wait_seconds: how long in all.
     """
@@ -59,6 +63,7 @@ class WorkerStats:
     resident_bytes: int
     restarts: int
     malformed_frames: int
+    health: Health
     num_device_waits: int
     device_wait_seconds: float
 

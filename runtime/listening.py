@@ -5,9 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from runtime.actors.lifecycle import WorkerState
+import anyio.to_thread
+
+from runtime.actors.lifecycle import Health, WorkerState
+from runtime.actors.reports import Stall, write_report
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.info import ModelState
@@ -15,7 +19,7 @@ from runtime.protocol.events import AnyEvent, Loading, ModelFacts
 from runtime.protocol.ids import Incarnation, ModelName, public_name
 from runtime.scheduler.ports import SchedulerPort
 from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, WorkerLost, WorkerSaid, WorkerUp
-from runtime.watch import LoadProgress, ModelStateChanged, WatchHub, WorkerDied
+from runtime.watch import LoadProgress, ModelStateChanged, WatchHub, WorkerDied, WorkerHealthChanged
 
 
 @cache
@@ -36,11 +40,13 @@ def log() -> Any:
 class Listening:
     """The actors' `Listener`: turns what they tell into the scheduler's stimuli and the watchers' events.
 
-    tidy_up: called after a worker's death.
+    tidy_up: called after a worker's death. reports: where what is known of stalls is left. house: what the host knows then.
     """
 
     scheduler: SchedulerPort
     tidy_up: Callable[[], None]
+    reports: Path
+    house: Callable[[], dict[str, Any]]
 
     def __init__(self, watchers: WatchHub) -> None:
         self._watchers = watchers
@@ -74,6 +80,18 @@ class Listening:
     ) -> None:
         previous: ModelState | None = left.value if left is not None else None
         self._watchers.publish(ModelStateChanged(public_name(model), now.value, previous, incarnation, pid))
+
+    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Health, detail: str) -> None:
+        if health in ("gone", "asleep"):
+            self._watchers.publish(WorkerHealthChanged(public_name(model), incarnation, health, detail))
+
+    async def stalled(self, stall: Stall) -> str:
+        path = await anyio.to_thread.run_sync(write_report, self.reports, stall, self.house())
+        report = None if path is None else str(path)
+        log().warning("worker stuck", model=stall.model, incarnation=stall.incarnation, complaint=stall.complaint, report=report)
+        name = public_name(stall.model)
+        self._watchers.publish(WorkerHealthChanged(name, Incarnation(stall.incarnation), "stuck", stall.complaint, report))
+        return "" if report is None else f"report: {report}"
 
     def load_progress(self, model: ModelName, progress: Loading) -> None:
         self._watchers.publish(LoadProgress(public_name(model), progress.stage, progress.done, progress.total))

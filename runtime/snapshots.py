@@ -48,6 +48,7 @@ def worker_stats(actor: WorkerActor) -> WorkerStats:
         active_bytes=beat.active_bytes if beat is not None else 0,
         resident_bytes=beat.resident_bytes if beat is not None else 0,
         restarts=actor.num_restarts,
+        health=actor.health,
         malformed_frames=actor.num_malformed,
         num_device_waits=beat.num_device_waits if beat is not None else 0,
         device_wait_seconds=beat.device_wait_seconds if beat is not None else 0.0,

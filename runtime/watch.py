@@ -80,7 +80,24 @@ class ModelSwapped:
     fingerprint: str
 
 
-WatchEvent = ModelStateChanged | ModelEnded | ModelSwapped | LoadProgress | WorkerDied | RequestQueued | RequestEnded
+@dataclass(frozen=True, slots=True)
+class WorkerHealthChanged:
+    """stuck: past what it promised, it is being ended, and its requests go on in the next one. gone: its process was seen to exit.
+    asleep: the machine slept, which nobody is blamed for. Otherwise a worker is well; `WorkerStats.health` says whether it is busy.
+
+    report: the directory in which what is known of a stall was left, None if there is none.
+    """
+
+    model: str
+    incarnation: int
+    health: Literal["stuck", "gone", "asleep"]
+    detail: str
+    report: str | None = None
+
+
+WatchEvent = (
+    ModelStateChanged | WorkerHealthChanged | ModelEnded | ModelSwapped | LoadProgress | WorkerDied | RequestQueued | RequestEnded
+)
 
 
 class Watch:

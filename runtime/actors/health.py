@@ -24,7 +24,7 @@ RESTART_FIRST_SECONDS = 0.5
 RESTART_MOST_SECONDS = 30.0
 RESTART_WINDOW_SECONDS = 600.0
 
-_BUSY = ("prefill", "decode")
+_BUSY = ("prefill", "decode", "verify", "draft")
 
 
 class Vigil:
@@ -87,6 +87,11 @@ class Vigil:
                 self._progress = now
             case _:
                 self._progress = now
+
+    def excuse(self, now: float) -> None:
+        """The machine slept, and everybody with it: all waits begin anew."""
+        self._heard = self._progress = now
+        self._owed = {key: now + (self._prepare_allowance if key[0] == "prepare" else 0.0) for key in self._owed}
 
     def _answered(self, what: str, numbers: tuple[int, ...], now: float) -> None:
         found = [number for number in numbers if self._owed.pop((what, number), None) is not None]

@@ -7,13 +7,18 @@ for the end notes it with `_decide`; `run` then ends the process and returns the
 from __future__ import annotations
 
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 
 import anyio
 
+from runtime.actors.clocks import MIN_SLEEP_SECONDS, asleep_seconds
 from runtime.actors.endings import Cause, Ending
 from runtime.actors.health import Vigil
+from runtime.actors.reports import Stall
 from runtime.actors.roles import Owner, Process
 from runtime.config import Settings
 from runtime.protocol.channel import MAX_EVENTS_PER_RECEIVE, ChannelClosed, ChannelFull, HostChannel
@@ -26,6 +31,11 @@ SETTLE_SECONDS = 0.25
 """Before a worker is judged: what it said while our own loop was blocked gets this long to come in."""
 LAST_WORDS_SECONDS = 0.25
 """What a process that has exited by itself said last gets this long to come in, when it may explain the exit."""
+SOFT_SECONDS: Final = 2.0
+"""What a stuck worker gets for ending by itself, or a quarter of its silence when that is less."""
+STACKS_SECONDS: Final = 0.2
+"""For writing down its stacks."""
+NUM_REMEMBERED_MESSAGES: Final = 64
 REMAINDER_SECONDS = 0.02
 """The same for results of a worker that ended in another way."""
 
@@ -41,7 +51,11 @@ class Incarnation:
         owner: Owner,
         settings: Settings,
         clock: Callable[[], float],
+        *,
+        stacks: Path = Path(os.devnull),
+        asleep: Callable[[], float] | None = None,
     ) -> None:
+        """stacks: the file that the worker writes its stacks to when it is asked to. asleep: see `clocks.py`."""
         self.number = number
         self.process = process
         self.num_malformed = 0
@@ -56,6 +70,10 @@ class Incarnation:
         self._decision: tuple[Cause, str] | None = None
         self._decided = anyio.Event()
         self._reason = "error"
+        self._stacks = stacks
+        self._asleep = asleep_seconds if asleep is None else asleep
+        self._slept = self._asleep()
+        self._messages: deque[tuple[float, str, str]] = deque(maxlen=NUM_REMEMBERED_MESSAGES)
 
     @property
     def is_ready(self) -> bool:
@@ -76,7 +94,12 @@ class Incarnation:
         except ChannelClosed:
             pass
         else:
+            self._remember("to", command)
             self._vigil.asked(command, self._clock())
+
+    def _remember(self, direction: str, message: object) -> None:
+        """Its kind alone: what is in it is nobody's business."""
+        self._messages.append((self._clock(), direction, type(message).__name__))
 
     def stop(self) -> None:
         """End it: in order when it is ready, at once otherwise (a load cannot be interrupted from inside)."""
@@ -130,8 +153,29 @@ class Incarnation:
                 with anyio.move_on_after(LAST_WORDS_SECONDS):
                     await self.process.wait()
                 self.process.kill()
+            case "silence":
+                await self._end_softly()
+                self.process.kill()
             case _:
                 self.process.kill()
+
+    async def _end_softly(self) -> None:
+        """Have it say where it is stuck, and give it a moment to end by itself."""
+        assert self._decision is not None
+        complaint = self._decision[1]
+        self.process.end_softly()
+        soft = min(SOFT_SECONDS, self._settings.silence_seconds / 4)
+        with anyio.move_on_after(min(STACKS_SECONDS, soft)):
+            await self.process.wait()
+        now = self._clock()
+        messages = tuple((round(now - time, 3), direction, kind) for time, direction, kind in self._messages)
+        where = await self._owner.stalled(
+            Stall(self._owner.name, self.process.pid, self.number, complaint, self._phase, messages, self._stacks)
+        )
+        if where:
+            self._decision = ("silence", f"{complaint} ({where})")
+        with anyio.move_on_after(max(0.0, soft - STACKS_SECONDS)):
+            await self.process.wait()
 
     def _send_shutdown(self) -> None:
         try:
@@ -175,6 +219,12 @@ class Incarnation:
                 return self._vigil.deadline()
 
     def _judge(self, now: float) -> None:
+        slept = self._asleep()
+        if slept - self._slept >= MIN_SLEEP_SECONDS:
+            self._owner.slept(slept - self._slept)
+            self._slept = slept
+            self._vigil.excuse(now)
+            return
         if self._stage != "ready" and now >= self._stage_deadline:
             if self._stage == "spawned":
                 self._decide("late", f"it did not say hello within {self._settings.connect_seconds:g} s (connect_seconds)")
@@ -189,6 +239,7 @@ class Incarnation:
             if isinstance(event, FrameError):
                 self.num_malformed += 1
                 continue
+            self._remember("from", event)
             self._vigil.heard(event, now)
             self._hear(event)
 

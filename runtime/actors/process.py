@@ -137,6 +137,10 @@ class WorkerProcess:
         """SIGKILL, at once. Harmless when it has ended."""
         self._child.kill()
 
+    def end_softly(self) -> None:
+        """`worker/stacks.py` says what it does then. Harmless when it has ended."""
+        self._child.send_signal(signal.SIGUSR1)
+
     async def shut_down(self, grace_seconds: float, *, asked: bool = True) -> None:
         """The ladder: wait for the process, close its stdin, SIGTERM, SIGKILL; up to `grace_seconds` on each rung.
 

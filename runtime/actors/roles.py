@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from runtime.actors.lifecycle import WorkerState
+from runtime.actors.lifecycle import Health, WorkerState
+from runtime.actors.reports import Stall
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.commands import Load
@@ -44,6 +45,12 @@ class Listener(Protocol):
 
     def load_progress(self, model: ModelName, progress: Loading) -> None: ...
 
+    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Health, detail: str) -> None: ...
+
+    async def stalled(self, stall: Stall) -> str:
+        """A worker is about to be ended because it got stuck. Where its report lies, in words; empty where there is none."""
+        ...
+
 
 class MemoryPort(Protocol):
     """Who owns the machine's bytes. Called on the event loop's thread."""
@@ -82,6 +89,10 @@ class Process(Protocol):
         """SIGKILL; harmless when it has exited."""
         ...
 
+    def end_softly(self) -> None:
+        """Ask it to write down its stacks and to end by itself; harmless when it has exited."""
+        ...
+
     async def shut_down(self, grace_seconds: float) -> None:
         """The ladder, from waiting for what `Shutdown` asked for to SIGKILL; it has ended when this is left."""
         ...
@@ -96,6 +107,9 @@ class Process(Protocol):
 class Owner(Protocol):
     """Who started the incarnation and hears of it. Called on the loop's thread; never blocks."""
 
+    @property
+    def name(self) -> ModelName: ...
+
     def load_command(self) -> Load: ...
     def connected(self) -> None: ...
     def loading(self) -> None: ...
@@ -103,3 +117,8 @@ class Owner(Protocol):
     def ready(self, event: Ready) -> None: ...
     def said(self, event: AnyEvent) -> None: ...
     def beat(self, event: Heartbeat) -> None: ...
+    def slept(self, seconds: float) -> None: ...
+
+    async def stalled(self, stall: Stall) -> str:
+        """See `Listener.stalled`."""
+        ...

@@ -16,7 +16,8 @@ import msgspec
 from runtime.actors.endings import Ending, last_error, load_error, worker_error
 from runtime.actors.health import RestartBudget
 from runtime.actors.incarnation import Incarnation
-from runtime.actors.lifecycle import Lifecycle, WorkerState
+from runtime.actors.lifecycle import Health, Lifecycle, WorkerState
+from runtime.actors.reports import Stall
 from runtime.actors.roles import Listener, MemoryPort, Process
 from runtime.config import ModelSpec, Settings
 from runtime.errors import (
@@ -73,6 +74,7 @@ class WorkerActor:
         self.public_name = public_name(name)
         self.facts: ModelFacts | None = None
         self.last_beat: Heartbeat | None = None
+        self.is_stuck = False
         self.num_restarts = 0
         self.error: TroupeError | None = None
         self.settled = anyio.Event()
@@ -226,7 +228,8 @@ class WorkerActor:
             report = ExitReport(self.public_name, 0, self._number, None, None, "unborn", 0.0, "")
             return await self._bury(Ending("unborn", why_not, report))
         process, channel = born
-        self._incarnation = Incarnation(self._number, process, channel, self, self._settings, self._clock)
+        stacks = channel.beside("stacks")
+        self._incarnation = Incarnation(self._number, process, channel, self, self._settings, self._clock, stacks=stacks)
         self._move(WorkerState.SPAWNED)
         if self.is_stopping:
             self._incarnation.kill()
@@ -239,7 +242,18 @@ class WorkerActor:
             self._end_questions()
         return await self._bury(ending)
 
+    @property
+    def health(self) -> Health:
+        if self._incarnation is None:
+            return "gone"
+        if self.is_stuck:
+            return "stuck"
+        return "idle" if self.last_beat is None or self.last_beat.phase == "idle" else "busy"
+
     async def _bury(self, ending: Ending) -> bool:
+        self.is_stuck = False
+        if ending.cause == "exit":
+            self._listener.health_changed(self.name, self._number, "gone", ending.report.describe())
         if self._lifecycle.state is WorkerState.DRAINING and ending.cause == "asked":
             self._move(WorkerState.STOPPED)
             return False
@@ -306,6 +320,14 @@ class WorkerActor:
             question.answered.set()
         elif not isinstance(event, Inspected):
             self._listener.worker_said(self.name, self._number, event)
+
+    def slept(self, seconds: float) -> None:
+        self._listener.health_changed(self.name, self._number, "asleep", f"the machine slept for {seconds:.0f} s")
+
+    async def stalled(self, stall: Stall) -> str:
+        self.is_stuck = True
+        self._listener.health_changed(self.name, self._number, "stuck", stall.complaint)
+        return await self._listener.stalled(stall)
 
     def beat(self, event: Heartbeat) -> None:
         self.last_beat = event

@@ -123,6 +123,7 @@ class HostChannel:
 
     def __init__(self, directory: Path, key: str) -> None:
         require_descriptors(DESCRIPTORS_NEEDED)
+        self._beside = directory / key
         self._paths = (socket_path(directory, key, "c"), socket_path(directory, key, "e"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closed = False
@@ -134,6 +135,10 @@ class HostChannel:
             self._context.destroy(linger=0)
             raise
         self._descriptor: int = self._events.FD
+
+    def beside(self, suffix: str) -> Path:
+        """The path of a file of the same worker, in the same private directory."""
+        return self._beside.with_name(f"{self._beside.name}.{suffix}")
 
     def send(self, command: AnyCommand) -> None:
         """Never blocks. What is sent before the worker has connected waits for it.

@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from runtime.worker import watchdog
+from runtime.worker import stacks, watchdog
 
 
 def main() -> int:
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--host-pid", type=int, required=True)
     arguments = parser.parse_args()
     watchdog.arm(arguments.host_pid)
+    stacks.arm(arguments.directory / f"{arguments.key}.stacks")
     from runtime.worker.life import live  # only now: nothing heavy may be imported before the watchdog is armed
 
     return live(arguments.directory, arguments.key, arguments.incarnation, os.getpid())

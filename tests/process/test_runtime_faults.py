@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 import anyio
@@ -279,3 +280,46 @@ async def test_garbage_from_a_worker_is_counted_and_harms_nobody() -> None:
         answer = await rt.tenant("a").generate("chat", prompt="hi", max_tokens=10)
         assert list(answer.token_ids) == expected_tokens(text_tokens("hi"), max_tokens=10)
         await until(lambda: rt.stats().workers[0].malformed_frames == 1)
+
+
+@pytest.mark.parametrize("how", ["stopped", "hanging"])
+async def test_a_stuck_worker_leaves_a_report_without_a_word_of_its_prompts(how: str, tmp_path: Path) -> None:
+    secret = "MARZIPAN"
+    faults = (Fault("decode", "hang", number=20),) if how == "hanging" else ()
+    stalls: list[runtime.WorkerHealthChanged] = []
+
+    async def listen(watch: runtime.Watch) -> None:
+        async for event in watch:
+            if isinstance(event, runtime.WorkerHealthChanged):
+                stalls.append(event)
+
+    async with runtime.Runtime(runtime.Settings(home=tmp_path, silence_seconds=1.5)) as rt, anyio.create_task_group() as group:
+        await rt.load(fake_model("chat", decode_seconds_per_step=0.01, faults=faults))
+        async with rt.watch() as watch:
+            group.start_soon(listen, watch)
+            async with rt.tenant("a").stream("chat", prompt=secret, max_tokens=120) as stream:
+                await anext(stream)
+                if how == "stopped":
+                    kill(rt, "chat", signal.SIGSTOP)
+                answer = await stream.completion()
+        assert list(answer.token_ids) == expected_tokens(text_tokens(secret), max_tokens=120)
+    (stall,) = stalls
+    assert stall.health == "stuck"
+    assert stall.report is not None
+    written = {path.name: path.read_bytes() for path in Path(stall.report).iterdir()}  # noqa: ASYNC240
+    assert all(secret.encode() not in data for data in written.values())
+    if how == "hanging":
+        assert b"fake_faults.py" in written["stacks.txt"], "where it hung"
+
+
+async def test_an_exit_is_noticed_within_a_fifth_of_a_second_and_called_gone() -> None:
+    async with runtime.Runtime() as rt:
+        await rt.load(fake_model("chat"))
+        async with rt.watch() as watch:
+            kill(rt, "chat")
+            killed_at = time.monotonic()
+            async for event in watch:
+                if isinstance(event, runtime.WorkerHealthChanged):
+                    assert event.health == "gone"
+                    assert time.monotonic() - killed_at < 0.5  # half of it for a busy machine; benchmarks measure
+                    break

@@ -8,7 +8,8 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from runtime.actors.lifecycle import WorkerState
+from runtime.actors.lifecycle import Health, WorkerState
+from runtime.actors.reports import Stall
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
 from runtime.protocol.channel import HostChannel, WorkerChannel
@@ -43,6 +44,8 @@ class ScriptedProcess:
         self.exit_code: int | None = None
         self.was_killed = False
         self.was_shut_down = False
+        self.was_asked_softly = False
+        self.ends_softly = False
         self._model = model
         self._number = number
         self._exited = anyio.Event()
@@ -57,6 +60,11 @@ class ScriptedProcess:
         if not self._exited.is_set():
             self.was_killed = True
             self.exit()
+
+    def end_softly(self) -> None:
+        self.was_asked_softly = True
+        if self.ends_softly:
+            self.exit(1)
 
     async def shut_down(self, grace_seconds: float) -> None:
         """Ends when it reads `Shutdown`, whatever came before."""
@@ -141,6 +149,15 @@ class RecordingListener:
     removed: list[tuple[str, TroupeError]] = field(default_factory=list)
     moves: list[WorkerState] = field(default_factory=list)
     progress: list[Loading] = field(default_factory=list)
+    health: list[tuple[Health, str]] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+
+    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Health, detail: str) -> None:
+        self.health.append((health, detail))
+
+    async def stalled(self, stall: Stall) -> str:
+        self.stalls.append(stall)
+        return "report: somewhere"
 
     def model_added(self, model: ModelName, spec: ModelSpec, group: ModelName) -> None:
         self.added.append(model)

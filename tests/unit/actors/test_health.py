@@ -130,6 +130,35 @@ def test_a_prompt_may_take_what_its_worker_allows_it_however_short_the_silence()
     assert "'prepare' of 2" in (vigil.verdict(50.0) or "")
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify", "draft"])
+def test_a_step_of_any_kind_that_stands_still_is_seen_though_the_beats_go_on(phase: Phase) -> None:
+    vigil = Vigil(5.0, now=0.0)
+    for second in range(12):
+        vigil.heard(Heartbeat(7, phase, 3.0, 0, 0), float(second))
+        if vigil.verdict(float(second)) is not None:
+            break
+    assert second == 8, "silence and promise"
+    assert f"{phase} step 7" in (vigil.verdict(8.0) or "")
+
+
+def test_a_declared_prefill_of_half_a_minute_is_waited_for_and_an_undeclared_one_is_not() -> None:
+    declared, undeclared = Vigil(5.0, now=0.0), Vigil(5.0, now=0.0)
+    for second in range(31):
+        declared.heard(Heartbeat(1, "prefill", 30.0, 0, 0), float(second))
+        undeclared.heard(Heartbeat(1, "prefill", 0.0, 0, 0), min(float(second), 30.0))
+        assert declared.verdict(float(second)) is None
+        assert (undeclared.verdict(float(second)) is None) == (second < 5)
+
+
+def test_after_sleep_all_waits_begin_anew() -> None:
+    vigil = Vigil(5.0, now=0.0, prepare_seconds=5.0)
+    vigil.asked(prepare(1), 0.0)
+    vigil.heard(Heartbeat(1, "decode", 0.0, 0, 0), 0.0)
+    vigil.excuse(3600.0)
+    assert vigil.verdict(3604.9) is None
+    assert vigil.verdict(3605.0) is not None
+
+
 def test_asking_again_does_not_extend_the_deadline() -> None:
     vigil = Vigil(5.0, now=0.0, prepare_seconds=0.0)
     vigil.asked(prepare(1), 0.0)

@@ -319,6 +319,55 @@ async def test_a_silent_worker_is_ended_and_replaced(directory: Path) -> None:
         assert process.was_killed
 
 
+async def test_a_stuck_worker_is_asked_softly_first_and_its_report_is_named_to_whoever_asks_why(directory: Path) -> None:
+    async with house(directory, silence_seconds=0.05) as it:
+        process = await it.load_ready()
+        process.ends_softly = True
+        await until(lambda: bool(it.heard.lost))
+        assert process.was_asked_softly
+        assert not process.was_killed, "it ended by itself"
+        assert isinstance(it.heard.lost[0][1], WorkerUnresponsive)
+        assert "report: somewhere" in str(it.heard.lost[0][1])
+        (stall,) = it.heard.stalls
+        assert "no message" in stall.complaint
+        assert ("from", "Ready") in [message[1:] for message in stall.messages]
+        assert [health for health, _ in it.heard.health] == ["stuck"]
+
+
+async def test_an_exit_is_called_gone_and_not_stuck(directory: Path) -> None:
+    async with house(directory) as it:
+        (await it.load_ready()).exit(None)
+        await until(lambda: bool(it.heard.lost))
+        assert [health for health, _ in it.heard.health] == ["gone"]
+        assert it.heard.stalls == []
+
+
+async def test_a_machine_that_slept_is_called_asleep_and_nobody_is_ended(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that counts sleep jumps, and so, on some systems, does the other one."""
+    slept = now = 0.0
+    monkeypatch.setattr("runtime.actors.incarnation.asleep_seconds", lambda: slept)
+    async with anyio.create_task_group() as group:
+        launch, heard = ScriptedLaunch(directory), RecordingListener()
+        settings = Settings(silence_seconds=5.0, connect_seconds=FAR, load_seconds=FAR, grace_seconds=1.0)
+        supervisor = Supervisor(group, launch, heard, settings, PlentyOfMemory(), clock=lambda: now)
+        group.start_soon(supervisor.load, SPEC, LOAD)
+        process = await launch.process(1)
+        process.become_ready()
+        await until(lambda: bool(heard.up))
+        slept += 3600.0
+        now += 3600.0
+        process.say(Released((), (), 0))  # something wakes the loop
+        await until(lambda: bool(heard.health))
+        assert heard.health == [("asleep", "the machine slept for 3600 s")]
+        assert not heard.lost
+        assert not process.was_asked_softly
+        now += 4.9
+        process.say(Released((), (), 0))
+        await anyio.sleep(0.3)
+        assert not heard.lost
+        await supervisor.close()
+
+
 async def test_what_came_while_the_hosts_own_loop_was_blocked_is_taken_in_before_the_worker_is_judged(directory: Path) -> None:
     now = 0.0
 
