@@ -258,9 +258,7 @@ class Runtime:
     def models(self) -> list[ModelInfo]:
         """In the order of their loads, also those still loading, restarting or failed; after them known ones without a worker."""
         self._require_open()
-        absent = [
-            absent_info(known.spec, "unloaded" if known.was_loaded else "registered") for known in self._residency.names.absent()
-        ]
+        absent = (absent_info(known.spec, was_loaded=known.was_loaded) for known in self._residency.names.absent())
         return [*(model_info(actor) for actor in self._supervisor.actors()), *absent]
 
     def capabilities(self, name: str) -> Capabilities:

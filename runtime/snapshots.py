@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from runtime.actors.worker_actor import WorkerActor
 from runtime.config import ModelSpec
 from runtime.info import ModelInfo, WorkerStats
@@ -31,11 +29,26 @@ def model_info(actor: WorkerActor) -> ModelInfo:
     )
 
 
-def absent_info(spec: ModelSpec, state: Literal["registered", "unloaded"]) -> ModelInfo:
+def absent_info(spec: ModelSpec, *, was_loaded: bool) -> ModelInfo:
     """Of a name that no worker runs for."""
-    nothing = dict.fromkeys(("kind", "model_type", "fingerprint", "context_length", "vocabulary_size"))
-    more = dict.fromkeys(("weights_bytes", "load_seconds", "blas", "facts"))
-    return ModelInfo(spec.name, state, None, 0, 0, str(spec.path), 0, **nothing, **more)
+    return ModelInfo(
+        name=spec.name,
+        state="unloaded" if was_loaded else "registered",
+        pid=None,
+        incarnation=0,
+        restarts=0,
+        path=str(spec.path),
+        memory_bytes=0,
+        kind=None,
+        model_type=None,
+        fingerprint=None,
+        context_length=None,
+        vocabulary_size=None,
+        weights_bytes=None,
+        load_seconds=None,
+        blas=None,
+        facts=None,
+    )
 
 
 def worker_stats(actor: WorkerActor) -> WorkerStats:

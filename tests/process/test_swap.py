@@ -187,20 +187,28 @@ async def test_a_swapped_drafter_drafts_for_its_target_again_and_tokens_are_the_
     def target() -> runtime.ModelSpec:
         return msgspec.structs.replace(fake_model("chat", **script), drafter="small", draft_tokens=3)
 
+    async def ask(rt: runtime.Runtime) -> None:
+        answer = await rt.tenant("a").generate("chat", prompt="x", max_tokens=300)
+        assert list(answer.token_ids) == expected_tokens(text_tokens("x"), max_tokens=300)
+
+    def num_rounds(rt: runtime.Runtime) -> int:
+        (pairing,) = rt.stats().scheduler.pairings
+        assert (pairing.target, pairing.drafter) == ("chat", "small")
+        return pairing.rounds
+
     async with runtime.Runtime() as rt:
         await rt.load(drafter())
         await rt.load(target())
-        async with rt.tenant("a").stream("chat", prompt="x", max_tokens=600) as stream:
-            async for _ in stream:
-                break
-            await until(lambda: rt.stats().scheduler.pairings[0].rounds > 0)
+        while not num_rounds(rt):
+            await ask(rt)
+        async with anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(ask, rt)
             await rt.swap(drafter(context_length=2048))
-            await until(lambda: len(workers()) == 2)
-            num_rounds = rt.stats().scheduler.pairings[0].rounds
-            await until(lambda: rt.stats().scheduler.pairings[0].rounds > num_rounds)
-            (pairing,) = rt.stats().scheduler.pairings
-            assert (pairing.target, pairing.drafter, pairing.state) == ("chat", "small", "paired")
-            answer = await stream.completion()
-        assert list(answer.token_ids) == expected_tokens(text_tokens("x"), max_tokens=600)
+        await until(lambda: len(workers()) == 2)
+        before = num_rounds(rt)
+        while num_rounds(rt) == before:
+            await ask(rt)
         await rt.swap(target())
-        await until(lambda: [p.state for p in rt.stats().scheduler.pairings] == ["paired"])
+        await until(lambda: [pairing.state for pairing in rt.stats().scheduler.pairings] == ["paired"])
+        await ask(rt)
