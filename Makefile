@@ -2,6 +2,7 @@
 # make test    lint, types, import arrows and every test
 # make check   the quick part of it: lint, types, import arrows
 # make bench   the runtime, its shared prefixes, its speculation, beside mlx-lm on this machine, and its device lease: four JSON objects
+# make chaos   ten minutes of kills, stops, damage and shortages under a mixed load (SECONDS=, SEED=); a JSON object
 # make clean   removes what the targets above made here (not the fetched models)
 #
 # Each makes its own .venv first; all it takes is python3 >= 3.11 with pip, and make.
@@ -11,7 +12,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 STAMP := $(VENV)/.made-from-pyproject
 
-.PHONY: help demo test check bench clean model
+.PHONY: help demo test check bench chaos clean model
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -38,6 +39,11 @@ bench: model
 	$(PYTHON) -m benchmarks.prefix
 	$(PYTHON) -m benchmarks.speculation
 	$(PYTHON) -m benchmarks.device_lease
+
+SECONDS := 600
+SEED := $(shell date +%s)
+chaos: $(STAMP)
+	env -u LD_PRELOAD $(PYTHON) -m tests.chaos --seconds $(SECONDS) --seed $(SEED)
 
 $(STAMP): pyproject.toml scripts/make-venv
 	@sh scripts/make-venv $(VENV)
