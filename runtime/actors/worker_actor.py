@@ -294,7 +294,7 @@ class WorkerActor:
 
     def load_command(self) -> Load:
         self._sent = self._share(self.spec)
-        return msgspec.structs.replace(self.load, **self._sent._asdict())
+        return msgspec.structs.replace(self.load, reserved_bytes=self.reserved_bytes, **self._sent._asdict())
 
     def connected(self) -> None:
         self._move(WorkerState.CONNECTED)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 from runtime.engine.engine import Loaded, LoadError, Progress
+from runtime.engine.limits import set_device_limits
 from runtime.protocol.commands import Load
 from runtime.protocol.events import ModelFacts
 
@@ -33,6 +34,8 @@ def load(load: Load, progress: Progress) -> Loaded:
     """
     began = time.monotonic()
     check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    import mlx.core as mx
+
     from runtime.engine import blas
     from runtime.engine.checkpoint import load_checkpoint
     from runtime.engine.costs import StepCosts
@@ -43,6 +46,7 @@ def load(load: Load, progress: Progress) -> Loaded:
 
     raise_soft_limit_of_open_files()
     blas.set_compute_threads(load.compute_threads)
+    set_device_limits(mx, load.reserved_bytes)
     checkpoint = load_checkpoint(load, progress)
     progress("tokenizer", 0, 1)
     tokenizer = load_tokenizer(checkpoint.directory, trust_remote_code=load.trust_remote_code)

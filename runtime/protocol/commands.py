@@ -13,7 +13,7 @@ import msgspec
 from runtime.protocol.ids import RequestId, SequenceId
 from runtime.protocol.tokens import TokenIds
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 PREPARE_SECONDS = 20.0
 """A worker refuses a prompt whose rendering and tokenizing takes longer."""
 
@@ -140,6 +140,7 @@ class Load(Command, tag="load"):
     `compute_threads`: 0 leaves the default. `prefix_root`: directory of prefix files, None for none.
     `prefix_memory_bytes`: how much this worker keeps of finished and shared prefixes, 0 for nothing. `prefix_disk_bytes`: most
     that all prefix files may take together, 0 for no bound. `device_lease`: None lets it compute at any time.
+    `reserved_bytes`: of the machine's memory for this worker, which bounds what it may wire on Metal; 0 sets no bound.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Load(Command, tag="load"):
     prefix_memory_bytes: int = 0
     prefix_disk_bytes: int = 0
     device_lease: DeviceLease | None = None
+    reserved_bytes: int = 0
 
 
 class Prepare(Command, tag="prepare"):
