@@ -1,7 +1,7 @@
 """Does a busy host or a busy machine get workers killed that are well? A loaded run whose host blocks its own loop all the time.
 
-`python -m benchmarks.health [--seconds 600]`: fake and tiny real models under a steady load, the event loop blocked for 50 ms of every
-200 ms, and every beat late for it. Anything but 0 restarts is a false kill. JSON on stdout.
+`python -m benchmarks.health [--seconds 600]`: fake and tiny real models under a steady load, the event loop blocked for 50 ms of
+every 200 ms, and every beat late for it. Anything but 0 restarts is a false kill. JSON on stdout.
 """
 
 from __future__ import annotations

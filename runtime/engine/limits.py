@@ -1,4 +1,4 @@
-"""How much may this process wire and keep of the device's memory? The library's defaults let each process wire the whole machine."""
+"""How much may this process wire and keep of the device's memory? By default the library lets each wire the whole machine."""
 
 from __future__ import annotations
 

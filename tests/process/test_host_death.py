@@ -20,18 +20,23 @@ import signal
 import sys
 import anyio
 import runtime
-from runtime.testing import Fault, fake_model
+from runtime.testing import FakeScript, Fault, fake_model
 
 stage, backend = sys.argv[1:]
 for number in (signal.SIGHUP, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)  # whoever runs the tests in the background or under nohup has them ignored
 signal.signal(signal.SIGINT, signal.default_int_handler)
+SLOW = FakeScript(decode_seconds_per_step=0.01)
 SPECS = {
     "import": fake_model("chat", faults=(Fault("import", "sleep", seconds=600.0),)),
     "load": fake_model("chat", faults=(Fault("load", "hang"),)),
     "prefill": fake_model("chat", prefill_seconds_per_token=0.01),
     "decode": fake_model("chat", decode_seconds_per_step=0.01),
     "birth": fake_model("chat"),
+    "restart": fake_model("chat", faults=(Fault("load", "hang", incarnations=(2,)), Fault("decode", "kill", number=3))),
+    "drain": fake_model("chat", faults=(Fault("shutdown", "hang"),)),
+    "rounds": runtime.ModelSpec("chat", kind="fake", fake=SLOW, drafter="other", draft_tokens=3),
+    "stuck": fake_model("chat", decode_seconds_per_step=0.01, faults=(Fault("decode", "hang", number=3),)),
 }
 
 async def main():
@@ -47,7 +52,19 @@ async def main():
                 await rt.load(SPECS[stage])
                 await rt.load(fake_model("other"))
                 async with rt.tenant("a").stream("chat", prompt="x" * 3000, max_tokens=100_000, ignore_eos=True) as stream:
-                    if stage == "decode":
+                    if stage == "restart":
+                        while rt.models()[0].incarnation != 2 or rt.models()[0].state != "loading":
+                            await anyio.sleep(0.001)
+                    elif stage == "rounds":
+                        while not rt.stats().scheduler.pairings[0].rounds:
+                            await anyio.sleep(0.001)
+                    elif stage == "drain":
+                        group.start_soon(rt.unload, "chat")
+                        while any(info.name == "chat" and info.state != "draining" for info in rt.models()):
+                            await anyio.sleep(0.001)
+                    elif stage == "stuck":
+                        await anyio.sleep(0.5)
+                    elif stage == "decode":
                         await anext(stream)
                     else:
                         while not (await rt.inspect("chat")).prefilling:
@@ -82,7 +99,7 @@ def assert_nothing_is_left(before: census.Census, run_directories: Path) -> None
     assert not left.directories
 
 
-@pytest.mark.parametrize("stage", ["import", "load", "prefill", "decode"])
+@pytest.mark.parametrize("stage", ["import", "load", "prefill", "decode", "restart", "drain", "rounds", "stuck"])
 def test_a_killed_host_leaves_nothing(stage: str, anyio_backend: str, run_directories: Path) -> None:
     before = census.take(run_directories)
     with host(stage, anyio_backend) as program:
@@ -105,10 +122,15 @@ def test_a_host_killed_while_its_worker_is_being_born_leaves_nothing(seed: int, 
         assert_nothing_is_left(before, run_directories)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_host_ended_by_a_signal_it_does_not_handle_leaves_nothing(number: signal.Signals, run_directories: Path) -> None:
+HUNG_UP = [(stage, signal.SIGHUP) for stage in ("load", "prefill", "decode", "restart", "drain", "rounds", "stuck")]
+
+
+@pytest.mark.parametrize(("stage", "number"), [*HUNG_UP, ("decode", signal.SIGTERM)])
+def test_a_host_ended_by_a_signal_it_does_not_handle_leaves_nothing(
+    stage: str, number: signal.Signals, run_directories: Path
+) -> None:
     before = census.take(run_directories)
-    with host("decode", "asyncio") as program:
+    with host(stage, "asyncio") as program:
         os.kill(program.pid, number)
         program.wait()
         assert_nothing_is_left(before, run_directories)
