@@ -37,8 +37,13 @@ def test_files_take_at_most_32_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_what_the_app_has_set_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, GIB)
-    settings = Settings(prefix_memory_bytes=0, prefix_disk_bytes=7, device_lease=3)
+    settings = Settings(memory_budget_bytes=GIB, prefix_memory_bytes=0, prefix_disk_bytes=7, device_lease=3)
     assert allowance.settled(settings, tmp_path) == settings
+
+
+def test_three_quarters_of_the_memory_are_the_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allowance, "physical_memory_bytes", lambda: 16 * GIB)
+    assert allowance.settled(Settings(), tmp_path).memory_budget_bytes == 12 * GIB
 
 
 @pytest.mark.parametrize(("device_lease", "on_mac", "elsewhere"), [("auto", 1, None), (None, None, None), (1, 1, 1), (4, 4, 4)])
