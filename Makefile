@@ -32,7 +32,7 @@ check: $(STAMP)
 # Equality tests need MLX's own reference BLAS in the test process, hence no preload; nothing may ask a model hub. Two tests
 # at a time: one computes while the other waits for a process to begin or end.
 test: check model
-	env -u LD_PRELOAD HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -n 2 --dist worksteal
+	env -u LD_PRELOAD HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -n 2 --dist worksteal --durations=12
 
 bench: model
 	$(PYTHON) -m benchmarks.overhead

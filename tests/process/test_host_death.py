@@ -101,6 +101,8 @@ def assert_nothing_is_left(before: census.Census, run_directories: Path) -> None
 
 @pytest.mark.parametrize("stage", ["import", "load", "prefill", "decode", "restart", "drain", "rounds", "stuck"])
 def test_a_killed_host_leaves_nothing(stage: str, anyio_backend: str, run_directories: Path) -> None:
+    if anyio_backend != "asyncio" and stage in ("restart", "drain", "rounds", "stuck"):
+        pytest.skip("its event loop matters where it is born and where it serves")
     before = census.take(run_directories)
     with host(stage, anyio_backend) as program:
         assert census.run_directories(run_directories) - before.directories

@@ -1,6 +1,6 @@
 """SIGKILL of target, drafter or both at every message and every kind of step: every stream is what it is undisturbed.
 
-`KILLS` in the environment asks for more kills than the few hundred of an ordinary run.
+`KILLS` in the environment asks for more kills than the few of an ordinary run.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ async def test_a_kill_at_any_message_changes_no_stream_on_the_fake_engine(
             )
             await rt.load(spec)
             matrices.append(matrix)
-        left = [fault for _, fault in zip(range(num_kills(40)), itertools.cycle(rng.sample(everything(), len(everything()))))]
+        left = [fault for _, fault in zip(range(num_kills(24)), itertools.cycle(rng.sample(everything(), len(everything()))))]
         rng.shuffle(left)
 
         async def suffer(matrix: Matrix) -> None:
@@ -166,7 +166,7 @@ async def test_a_kill_at_any_message_changes_no_stream_on_the_fake_engine(
         for name, at in matrix.killed_at.items():
             detected += [death - at for model, death in deaths if model == name and 0 <= death - at < 5][:1]
     assert statistics.median(detected) < 0.2
-    assert sum(sum(matrix.tally.values()) for matrix in matrices) == num_kills(40)
+    assert sum(sum(matrix.tally.values()) for matrix in matrices) == num_kills(24)
 
 
 async def test_a_kill_at_any_message_changes_no_stream_on_tiny_models(
@@ -188,11 +188,11 @@ async def test_a_kill_at_any_message_changes_no_stream_on_tiny_models(
         await rt.load(runtime.ModelSpec("target 0", str(checkpoint), drafter="drafter 0", draft_tokens=3))
         alone = [await run_alone(rt.tenant("solo"), "target 0", ask) for ask in asks]
         matrix = Matrix(rt, traps, asks, alone, rng, 0)
-        faults = [fault for _, fault in zip(range(num_kills(6)), itertools.cycle(rng.sample(everything(), len(everything()))))]
+        faults = [fault for _, fault in zip(range(num_kills(4)), itertools.cycle(rng.sample(everything(), len(everything()))))]
         for victims, message in faults:
             await matrix.strike(victims, message)
         assert rt.stats().scheduler.failed == 0
-    assert sum(matrix.tally.values()) == num_kills(6)
+    assert sum(matrix.tally.values()) == num_kills(4)
 
 
 STATES: Final = ("spawned", "connected", "loading")
@@ -238,8 +238,12 @@ async def test_a_kill_during_shutdown_leaves_nothing() -> None:
             os.kill(pid, 0)
 
 
-async def test_the_pause_of_a_killed_tiny_model_is_its_restart_and_the_prefill_of_what_was_said(tmp_path: Path) -> None:
+async def test_the_pause_of_a_killed_tiny_model_is_its_restart_and_the_prefill_of_what_was_said(
+    tmp_path: Path, anyio_backend: str
+) -> None:
     """From death to the next token, beside spawn, load and replay prefill as measured in the same deaths."""
+    if anyio_backend != "asyncio":
+        pytest.skip("one event loop will do for the models' part")
     checkpoint = make_tiny(tmp_path / "llama", "llama")
     ratios: list[float] = []
     async with runtime.Runtime(runtime.Settings(blas="reference", max_restarts=100)) as rt:
