@@ -264,11 +264,18 @@ class Chaos:
         for name, model in book.models.items():
             if model.sequences or model.returning or model.preparing:
                 leaks.append(f"slots of {name}: {list(model.sequences)}, {list(model.returning)}, {list(model.preparing)}")
-        for info in self.rt.models():
-            if "#" not in info.name:
-                report = await self.rt.inspect(info.name)
-                if report.running or report.prefilling or report.parked or report.preparing:
-                    leaks.append(f"in the worker of {info.name}: {report}")
+        for name in [info.name for info in self.rt.models() if "#" not in info.name]:
+            report = await self._report(name)
+            if report.running or report.prefilling or report.parked or report.preparing:
+                leaks.append(f"in the worker of {name}: {report}")
+
+    async def _report(self, name: str) -> runtime.WorkerReport:
+        """Of a worker that was left stopped, once it has been replaced."""
+        while True:
+            try:
+                return await self.rt.inspect(name)
+            except runtime.ModelUnavailable:
+                await until(self._all_ready)
 
 
 def _scratch(path: Path, place: int) -> None:

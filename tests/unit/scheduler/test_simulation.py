@@ -275,7 +275,7 @@ class Drama:
     max_queued=st.sampled_from([1, 8, 100]),
     drafters=st.sampled_from(list(DRAFTERS)),
 )
-@settings(max_examples=40)
+@settings(max_examples=30)
 def test_whatever_happens_every_stream_is_exactly_its_own_and_nothing_is_left_over(
     seed: int, num_acts: int, window_tokens: int, max_queued: int, drafters: str
 ) -> None:
