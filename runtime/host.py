@@ -82,7 +82,7 @@ class Runtime:
         self._group = anyio.create_task_group()
         await self._group.__aenter__()
         listening = Listening(self._watchers)
-        listening.reports = self.settings.home_directory() / "reports"
+        listening.reports = None if root is None else root.with_name("reports")
         listening.house = self._house
         launch = Launcher(self._group, self._directory.path, self.settings)
         self._memory = Keeper(self.settings, self._set_tokens)

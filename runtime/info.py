@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from runtime.actors.lifecycle import Health
 from runtime.memory.keeper import MemoryStats
 from runtime.protocol.events import ModelFacts, Phase
 from runtime.scheduler.stats import SchedulerStats
@@ -13,9 +14,6 @@ ModelState = Literal[
     "spawned", "connected", "loading", "ready", "draining", "stopped", "dead", "backoff", "failed", "registered", "unloaded"
 ]
 """The states of a worker (see `runtime.actors.lifecycle`), and of a name without any: never loaded yet, or not now."""
-
-
-Health = Literal["idle", "busy", "stuck", "gone", "asleep"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
+import anyio
 import anyio.to_thread
 
-from runtime.actors.lifecycle import Health, WorkerState
+from runtime.actors.lifecycle import WorkerState
 from runtime.actors.reports import Stall, write_report
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
@@ -20,6 +21,9 @@ from runtime.protocol.ids import Incarnation, ModelName, public_name
 from runtime.scheduler.ports import SchedulerPort
 from runtime.scheduler.stimuli import ModelAdded, ModelRemoved, WorkerLost, WorkerSaid, WorkerUp
 from runtime.watch import LoadProgress, ModelStateChanged, WatchHub, WorkerDied, WorkerHealthChanged
+
+REPORT_SECONDS: Final = 2.0
+"""For writing a report: a disk that hangs must not keep a stuck worker alive."""
 
 
 @cache
@@ -40,12 +44,13 @@ def log() -> Any:
 class Listening:
     """The actors' `Listener`: turns what they tell into the scheduler's stimuli and the watchers' events.
 
-    tidy_up: called after a worker's death. reports: where what is known of stalls is left. house: what the host knows then.
+    tidy_up: called after a worker's death. reports: where what is known of stalls is left, None for nowhere. house: what the host
+    knows then.
     """
 
     scheduler: SchedulerPort
     tidy_up: Callable[[], None]
-    reports: Path
+    reports: Path | None
     house: Callable[[], dict[str, Any]]
 
     def __init__(self, watchers: WatchHub) -> None:
@@ -81,12 +86,14 @@ class Listening:
         previous: ModelState | None = left.value if left is not None else None
         self._watchers.publish(ModelStateChanged(public_name(model), now.value, previous, incarnation, pid))
 
-    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Health, detail: str) -> None:
-        if health in ("gone", "asleep"):
-            self._watchers.publish(WorkerHealthChanged(public_name(model), incarnation, health, detail))
+    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Literal["gone", "asleep"], detail: str) -> None:
+        self._watchers.publish(WorkerHealthChanged(public_name(model), incarnation, health, detail))
 
     async def stalled(self, stall: Stall) -> str:
-        path = await anyio.to_thread.run_sync(write_report, self.reports, stall, self.house())
+        path = None
+        if self.reports is not None:
+            with anyio.move_on_after(REPORT_SECONDS):
+                path = await anyio.to_thread.run_sync(write_report, self.reports, stall, self.house(), abandon_on_cancel=True)
         report = None if path is None else str(path)
         log().warning("worker stuck", model=stall.model, incarnation=stall.incarnation, complaint=stall.complaint, report=report)
         name = public_name(stall.model)

@@ -94,12 +94,13 @@ class Incarnation:
         except ChannelClosed:
             pass
         else:
-            self._remember("to", command)
-            self._vigil.asked(command, self._clock())
+            now = self._clock()
+            self._remember("to", command, now)
+            self._vigil.asked(command, now)
 
-    def _remember(self, direction: str, message: object) -> None:
+    def _remember(self, direction: str, message: object, now: float) -> None:
         """Its kind alone: what is in it is nobody's business."""
-        self._messages.append((self._clock(), direction, type(message).__name__))
+        self._messages.append((now, direction, type(message).__name__))
 
     def stop(self) -> None:
         """End it: in order when it is ready, at once otherwise (a load cannot be interrupted from inside)."""
@@ -169,9 +170,8 @@ class Incarnation:
             await self.process.wait()
         now = self._clock()
         messages = tuple((round(now - time, 3), direction, kind) for time, direction, kind in self._messages)
-        where = await self._owner.stalled(
-            Stall(self._owner.name, self.process.pid, self.number, complaint, self._phase, messages, self._stacks)
-        )
+        stall = Stall(self._owner.name, self.process.pid, self.number, complaint, self._phase, messages, self._stacks)
+        where = await self._owner.stalled(stall)
         if where:
             self._decision = ("silence", f"{complaint} ({where})")
         with anyio.move_on_after(max(0.0, soft - STACKS_SECONDS)):
@@ -239,7 +239,7 @@ class Incarnation:
             if isinstance(event, FrameError):
                 self.num_malformed += 1
                 continue
-            self._remember("from", event)
+            self._remember("from", event, now)
             self._vigil.heard(event, now)
             self._hear(event)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal
 
-Health = Literal["idle", "busy", "stuck", "gone", "asleep"]
-"""idle, busy: by its last beat. stuck: past what it promised, and being ended. gone: no process, or one that was seen to exit.
-asleep: the machine slept, which is nobody's fault."""
+Health = Literal["idle", "busy", "stuck", "gone"]
+"""idle, busy: by its last beat. stuck: past what it promised, and being ended. gone: no process runs."""
 
 
 class WorkerState(Enum):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
-from runtime.actors.lifecycle import Health, WorkerState
+from runtime.actors.lifecycle import WorkerState
 from runtime.actors.reports import Stall
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
@@ -45,10 +45,12 @@ class Listener(Protocol):
 
     def load_progress(self, model: ModelName, progress: Loading) -> None: ...
 
-    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Health, detail: str) -> None: ...
+    def health_changed(
+        self, model: ModelName, incarnation: Incarnation, health: Literal["gone", "asleep"], detail: str
+    ) -> None: ...
 
     async def stalled(self, stall: Stall) -> str:
-        """A worker is about to be ended because it got stuck. Where its report lies, in words; empty where there is none."""
+        """A worker is about to be ended because it got stuck. Where its report lies, in words, or nothing. Takes bounded time."""
         ...
 
 

@@ -326,7 +326,6 @@ class WorkerActor:
 
     async def stalled(self, stall: Stall) -> str:
         self.is_stuck = True
-        self._listener.health_changed(self.name, self._number, "stuck", stall.complaint)
         return await self._listener.stalled(stall)
 
     def beat(self, event: Heartbeat) -> None:

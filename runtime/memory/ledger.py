@@ -114,9 +114,10 @@ class Ledger:
         }
 
     def _excess_bytes(self) -> int:
-        """Taken beyond what was reserved and lent."""
-        grants = self._lendable()
-        return sum(max(0, one.footprint_bytes - one.needed_bytes - grants.get(name, 0)) for name, one in self._accounts.items())
+        """Taken beyond what was reserved, lent and shared: prefixes in memory are part of their workers' footprints."""
+        lent = self._lendable()
+        own = sum(max(0, one.footprint_bytes - one.needed_bytes - lent.get(name, 0)) for name, one in self._accounts.items())
+        return max(0, own - self.shared_bytes)
 
     # -- what happens ---------------------------------------------------------------------------------------
 

@@ -66,10 +66,15 @@ def choose_drafters(book: Book) -> list[ModelName]:
 
 def scatter(book: Book, model: Model) -> None:
     """Its worker is lost: those that others can serve now go there."""
-    for record in [record for record in book.requests.values() if record.replica == model.name]:
+    for record in staying(book, model):
         target = _refuge(book, model, record)
         if target is not None:
             move(book, record, target)
+
+
+def staying(book: Book, model: Model) -> list[RequestRecord]:
+    """Live requests that wait at this replica or are served by it."""
+    return [record for record in book.requests.values() if record.replica == model.name and not record.has_ended]
 
 
 def has_refuge(book: Book, model: Model, record: RequestRecord) -> bool:
@@ -78,7 +83,7 @@ def has_refuge(book: Book, model: Model, record: RequestRecord) -> bool:
 
 
 def _refuge(book: Book, model: Model, record: RequestRecord, *, is_free: bool = False) -> Model | None:
-    if record.has_ended or record.num_crashes > 1 or not (is_free or can_move(record)):
+    if record.num_crashes > 1 or not (is_free or can_move(record)):
         return None
     others = [other for other in replicas(book, model.group) if other is not model and other.can_work and _can_serve(other, record)]
     return min(others, key=lambda other: _rank(other, is_last=False), default=None)

@@ -50,7 +50,10 @@ def place(book: Book, model: Model, now: float) -> None:
 def _fill_slots(book: Book, model: Model, now: float) -> None:
     outstanding = [batch.padded_tokens for batch in model.batches]
     num_free = model.num_free_slots if prefill.is_room(outstanding, book.settings.prefill_chunk_tokens) else 0
-    rows = room.startable(model, _startable(book, model, num_free)) if num_free > 0 else []
+    candidates = _startable(book, model, num_free) if num_free > 0 else []
+    rows = room.startable(model, candidates)
+    if len(rows) < len(candidates):
+        room.make_way(book, model, candidates[len(rows)])
     if 0 < len(rows) < num_free and _collects(book, model, now):
         return
     model.collect_until = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Final
 
 from runtime.errors import ModelUnavailable, TroupeError
+from runtime.scheduler import groups
 from runtime.scheduler.book import Book
 from runtime.scheduler.model import Model
 from runtime.scheduler.request import (
@@ -111,7 +112,7 @@ def come_back_later(book: Book, model: Model, sequence: Sequence) -> None:
 def check_weights(book: Book, model: Model, now: float) -> None:
     """The new worker's checkpoint may have been changed on the disk: no stream goes on with other weights than it began with."""
     assert model.facts is not None
-    for record in [record for record in book.requests.values() if record.replica == model.name and not record.has_ended]:
+    for record in groups.staying(book, model):
         if record.prompt_tokens is None or record.fingerprint == model.facts.fingerprint:
             continue
         if _num_committed(record):

@@ -1,4 +1,5 @@
-"""How many tokens may a worker hold, and who makes room when it holds more? Preemption: the lowest priority, the newest first.
+"""How many tokens may a worker hold, and who makes room when it holds more? Preemption: parked ones, then the lowest priority, the
+newest first.
 
 A preempted sequence gives its slot back and comes back like one whose worker died (replaying.py): with the same tokens, from memory
 or files as far as it was kept there. Whoever owns the bytes says how many tokens fit (`MemorySet`); here nobody knows bytes.
@@ -32,12 +33,15 @@ def startable(model: Model, rows: Iterable[Sequence]) -> list[Sequence]:
     used, is_empty = num_held(model), not model.sequences
     chosen: list[Sequence] = []
     for row in rows:
-        headroom = min(HEADROOM_TOKENS, row.max_length - row.length)
-        if used + row.length + headroom > model.max_tokens and not (is_empty and not chosen):
+        if used + _wanted(row) > model.max_tokens and not (is_empty and not chosen):
             break  # whoever is next would otherwise wait for ever behind smaller ones
-        used += row.length + headroom
+        used += _wanted(row)
         chosen.append(row)
     return chosen
+
+
+def _wanted(row: Sequence) -> int:
+    return row.length + min(HEADROOM_TOKENS, row.max_length - row.length)
 
 
 def victims(running: Sized[Sequence], excess: int) -> list[Sequence]:
@@ -51,9 +55,23 @@ def victims(running: Sized[Sequence], excess: int) -> list[Sequence]:
     return chosen
 
 
-def _is_dearer(sequence: Sequence) -> tuple[bool, float, int]:
-    """The first in this order goes first."""
-    return (sequence.record.request.priority == "interactive", -sequence.placed_at, -sequence.id)
+def _is_dearer(sequence: Sequence) -> tuple[bool, bool, float, int]:
+    """The first in this order goes first: whoever waits for its client anyway, then background, then the newest."""
+    is_wanted = sequence.state is not SequenceState.PARKED
+    return (is_wanted, sequence.record.request.priority == "interactive", -sequence.placed_at, -sequence.id)
+
+
+def make_way(book: Book, model: Model, row: Sequence) -> None:
+    """Sequences that wait for their clients leave as far as this row lacks room: a slow client must not keep others waiting."""
+    if model.max_tokens is None:
+        return
+    staying = [sequence for sequence in model.sequences.values() if sequence.state in _RUNNING]
+    excess = sum(sequence.length for sequence in staying) + _wanted(row) - model.max_tokens
+    for sequence in sorted((one for one in staying if one.state is SequenceState.PARKED), key=_is_dearer):
+        if excess <= 0:
+            return
+        book.preempt(model, sequence)
+        excess -= sequence.length
 
 
 def enforce(book: Book, model: Model) -> None:

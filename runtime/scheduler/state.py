@@ -237,6 +237,9 @@ class SchedulerState:
 
         self.book.lose(model, settle)
         groups.scatter(self.book, model)
+        if not restarting:  # whoever was found to be a suspect just now goes nowhere, and no worker will come here
+            for record in groups.staying(self.book, model):
+                self.book.fail(record, error, now)
 
     def _model_removed(self, name: ModelName, error: TroupeError, now: float) -> None:
         model = self.book.models.get(name)

@@ -51,8 +51,8 @@ class Tally:
         return not (self.wrong or self.errors or self.leaks)
 
     def slopes(self) -> dict[str, float]:
-        """Resident MiB a minute, by least squares over the last three quarters: of the host, and the steepest of the workers that
-        lived through half of that."""
+        """Resident MiB a minute, by least squares over the last three quarters of what was seen: of the host, and of the steepest
+        among the workers that lived for eight looks. Those are young, for nobody lives long here."""
         slopes = {name: _slope(points[len(points) // 4 :]) for name, points in self.memory.items() if len(points) >= 8}
         workers = [slope for name, slope in slopes.items() if name != "host"]
         return {"host": slopes.get("host", 0.0), "worst worker": max(workers, default=0.0)}

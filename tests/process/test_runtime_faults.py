@@ -322,13 +322,18 @@ async def test_a_stuck_worker_leaves_a_report_without_a_word_of_its_prompts(how:
 
 
 async def test_an_exit_is_noticed_within_a_fifth_of_a_second_and_called_gone() -> None:
+    """The quickest of three: a busy machine may hold up any of them."""
+    noticed: list[float] = []
     async with runtime.Runtime() as rt:
         await rt.load(fake_model("chat"))
         async with rt.watch() as watch:
-            kill(rt, "chat")
-            killed_at = time.monotonic()
-            async for event in watch:
-                if isinstance(event, runtime.WorkerHealthChanged):
-                    assert event.health == "gone"
-                    assert time.monotonic() - killed_at < 0.5  # half of it for a busy machine; benchmarks measure
-                    break
+            for _ in range(3):
+                await until(lambda: model(rt, "chat").state == "ready")
+                kill(rt, "chat")
+                killed_at = time.monotonic()
+                async for event in watch:
+                    if isinstance(event, runtime.WorkerHealthChanged):
+                        assert event.health == "gone"
+                        noticed.append(time.monotonic() - killed_at)
+                        break
+    assert min(noticed) < 0.2, noticed

@@ -24,7 +24,7 @@ ALLOWED: dict[str, str] = {
     "prompts": LOW,
     "prefill_options": f"{LOW} handle options prompts",
     "handle": f"{LOW} scheduler",
-    "info": f"{LOW} memory scheduler",
+    "info": f"{LOW} actors.lifecycle memory scheduler",
     "completion": f"{LOW} scheduler",
     "watch": f"{LOW} info",
     "client": f"{LOW} completion handle options prefill_options scheduler",

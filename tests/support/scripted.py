@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 import anyio.lowlevel
 
-from runtime.actors.lifecycle import Health, WorkerState
+from runtime.actors.lifecycle import WorkerState
 from runtime.actors.reports import Stall
 from runtime.config import ModelSpec
 from runtime.errors import ExitReport, TroupeError
@@ -149,10 +149,10 @@ class RecordingListener:
     removed: list[tuple[str, TroupeError]] = field(default_factory=list)
     moves: list[WorkerState] = field(default_factory=list)
     progress: list[Loading] = field(default_factory=list)
-    health: list[tuple[Health, str]] = field(default_factory=list)
+    health: list[tuple[str, str]] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
 
-    def health_changed(self, model: ModelName, incarnation: Incarnation, health: Health, detail: str) -> None:
+    def health_changed(self, model: ModelName, incarnation: Incarnation, health: str, detail: str) -> None:
         self.health.append((health, detail))
 
     async def stalled(self, stall: Stall) -> str:

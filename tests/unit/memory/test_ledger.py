@@ -96,6 +96,18 @@ def test_whoever_takes_more_than_its_own_diminishes_what_is_lent_and_no_reservat
     assert ledger.grants() == {A: 50, B: 0}
 
 
+def test_prefixes_in_memory_are_reserved_once_though_they_are_in_a_workers_footprint() -> None:
+    ledger = Ledger(100, shared_bytes=30)
+    ledger.ask(A, need(20, kv_most=50))
+    ledger.loaded(A, need(20, kv_most=50))
+    ledger.ask(B, need(10))
+    ledger.loaded(B, need(10))
+    ledger.reconcile(B, 10 + 30)
+    assert (ledger.grants(), ledger.overcommitted_bytes) == ({A: 40, B: 0}, 0)
+    ledger.reconcile(B, 10 + 35)
+    assert ledger.grants() == {A: 35, B: 0}
+
+
 def test_what_is_left_over_is_shared_equally_and_nobody_gets_more_than_it_can_use() -> None:
     ledger = Ledger(100)
     for one, most in ((A, 10), (B, 1000), (C, 1000)):

@@ -124,6 +124,19 @@ def test_a_suspect_stays_where_it_is() -> None:
     assert house.state_of(request) is RequestState.REPLAYING
 
 
+def test_a_suspect_whose_replica_gets_no_worker_any_more_is_told() -> None:
+    """It may not end the other replica's worker, and must not wait for one that never comes."""
+    house = a_pair()
+    request = house.submit()
+    run(house, request)
+    house.lose()
+    house.prefilled(house.sequence(request), model=TWO)
+    house.do(WorkerUp(MODEL, Incarnation(2), facts()))
+    house.lose(TWO, restarting=False)
+    assert house.outcomes[request].state == "failed"
+    assert house.state.book.requests == {}
+
+
 def test_unloading_one_replica_keeps_the_others_name() -> None:
     house = a_pair()
     house.do(ModelRemoved(MODEL, ModelNotLoaded(MODEL, "was unloaded")))

@@ -66,6 +66,30 @@ def test_background_leaves_before_interactive_and_the_newest_before_older_ones()
     assert order == [2, 1, 3], "and never the last"
 
 
+def test_whoever_waits_for_its_client_leaves_before_anybody_else() -> None:
+    house = a_house(None, stream_window_tokens=2)
+    slow, parked = start(house, prompt_length=10, windowed=True)
+    house.step(parked, num_steps=2)
+    urgent, _ = start(house, prompt_length=10)
+    house.do(MemorySet(MODEL, 15))
+    assert states(house, slow, urgent) == [SequenceState.LEAVING, SequenceState.DECODING]
+
+
+def test_a_slow_client_keeps_nobody_waiting_for_its_memory() -> None:
+    house = a_house(100, stream_window_tokens=2)
+    slow, parked = start(house, prompt_length=60, windowed=True)
+    house.step(parked, num_steps=2)
+    waiting = house.submit("u", prompt_length=50, max_tokens=200)
+    house.prepared(waiting)
+    assert states(house, slow, waiting) == [SequenceState.LEAVING, SequenceState.WAITING]
+    house.released(parked)
+    assert states(house, slow, waiting) == [SequenceState.WAITING, SequenceState.PREFILLING]
+    house.end(house.sequence(waiting))
+    assert states(house, slow) == [SequenceState.WAITING], "until its client reads"
+    house.read(slow, 2)
+    assert states(house, slow) == [SequenceState.PREFILLING]
+
+
 def test_no_more_leave_than_must() -> None:
     house = a_house(None)
     made = [start(house, prompt_length=10) for _ in range(4)]
